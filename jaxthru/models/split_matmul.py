@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import resolve_platform
+from pallas_kernels.dot import dot
 
 BFLOAT16 = {"exponent_bits": 8, "mantissa_bits": 7}
 
@@ -36,7 +37,7 @@ def _float32_matmul(x_ND: jax.Array, weight_DE: jax.Array) -> jax.Array:
 def split_matmul(x_ND: jax.Array, weight_DE: jax.Array) -> jax.Array:
     """Returns x · weight, [N, E] float32. x_ND: bfloat16. weight_DE: float32, whose gradient has all digits
     too; that of x is rounded to bfloat16 once, in the end."""
-    return _sum_of_three(_product(x_ND, _beside(_pieces(weight_DE, 3)), 1, 0))
+    return _sum_of_three(dot(x_ND, _beside(_pieces(weight_DE, 3)), 1, 0, jnp.float32))
 
 
 def _forward(x_ND, weight_DE):
@@ -49,8 +50,9 @@ def _backward(kept, gradient_NE):
     first_DE, second_DE = _pieces(weight_DE, 2)
     # Of x's gradient, which is rounded, what is below 2⁻¹⁶ of a product is left out.
     gradients, weights = (first_NE, second_NE, first_NE), (first_DE, first_DE, second_DE)
-    dx_ND = _product(_beside(gradients), _beside(weights), 1, 1).astype(x_ND.dtype)
-    return dx_ND, _sum_of_three(_product(x_ND, _beside((first_NE, second_NE, third_NE)), 0, 0))
+    dx_ND = dot(_beside(gradients), _beside(weights), 1, 1, x_ND.dtype)
+    pieces = _beside((first_NE, second_NE, third_NE))
+    return dx_ND, _sum_of_three(dot(x_ND, pieces, 0, 0, jnp.float32))
 
 
 split_matmul.defvjp(_forward, _backward)
@@ -69,11 +71,6 @@ def _pieces(x: jax.Array, count: int) -> list[jax.Array]:
 
 def _beside(pieces) -> jax.Array:
     return jnp.concatenate(pieces, axis=1)
-
-
-def _product(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int) -> jax.Array:
-    dims = (((dim_a,), (dim_b,)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
 def _sum_of_three(y: jax.Array) -> jax.Array:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxthru.build.defaults import plain
 from jaxthru.config import RunConfig
 from jaxthru.models import facts, family
-from jaxthru.models.stage import Chain, Stage, distinct
+from jaxthru.models.remat import BY_ROW, kept_bytes
+from jaxthru.models.stage import Chain, Mixture, Stage, distinct
 from jaxthru.optim.formats import FORMATS
 from jaxthru.runtime.errors import require
 from jaxthru.runtime.hardware import data_sheet_flops
@@ -42,7 +43,10 @@ class Demand:
     layers and, last, of the head. parameters: all; blocks: those of the layers' matrices. width: of what is
     passed from layer to layer. item: bytes of a number in the compute dtype. state: bytes of weights and
     optimizer for a parameter. kept: {remat policy: bytes kept of a token}. recomputed: {remat policy: FLOPs
-    of a token}. steps: of the run."""
+    of a token}. steps: of the run.
+
+    mixture: of experts, None without; mixtures: layers that have one. kept_rows: of `kept`, what lies by row
+    of an expert. room: bytes of a token's rows in one layer."""
 
     rows: int
     sequence: int
@@ -57,6 +61,15 @@ class Demand:
     kept: dict[str, float]
     recomputed: dict[str, float]
     steps: int
+    mixture: Mixture | None = None
+    mixtures: int = 0
+    kept_rows: dict[str, float] = dataclasses.field(default_factory=dict)
+    room: float = 0.0
+
+    @property
+    def expert_parameters(self) -> float:
+        """Those of all experts."""
+        return sum(one.experts * one.inputs * one.outputs for one in self.matrices if one.experts > 1)
 
     @property
     def tokens(self) -> int:
@@ -117,6 +130,9 @@ def demand(config: RunConfig) -> Demand:
     bytes_of = FORMATS[config.optim.state].bytes_per_parameter(
         moments=1 if config.optim.name == "muon" else 2
     )
+    item = jnp.dtype(config.precision.compute).itemsize
+    mixed = [(stage, count) for stage, count in blocks if stage.mixture]
+    of_rows = [({name: stage.kept.get(name, 0) for name in BY_ROW}, count) for stage, count in mixed]
     return Demand(
         rows=rows,
         sequence=sequence,
@@ -126,11 +142,18 @@ def demand(config: RunConfig) -> Demand:
         parameters=parameters,
         blocks=known.layer_parameters,
         width=head.inputs,
-        item=jnp.dtype(config.precision.compute).itemsize,
+        item=item,
         state=bytes_of.weights + bytes_of.state,
         kept=known.kept,
         recomputed=known.recomputed,
         steps=config.train.steps,
+        mixture=mixed[0][0].mixture if mixed else None,
+        mixtures=sum(count for _, count in mixed),
+        kept_rows={
+            policy: sum(count * kept_bytes(each, policy, item) for each, count in of_rows)
+            for policy in known.kept
+        },
+        room=max((kept_bytes(each, "none", item) for each, _ in of_rows), default=0),
     )
 
 

@@ -5,6 +5,8 @@ devices. Two bounds are given: with all of it overlapped, and with nothing. Equa
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from jaxthru.plan.cluster import Cluster
 from jaxthru.plan.demand import Demand, Matrix
 from jaxthru.plan.walls import SERIAL
 from jaxthru.runtime.errors import require
+from jaxthru.runtime.mesh import AXES, MOST_EXPERT
 
 RING = (8.4e-6, 3.4e-6, 14.0e-6)
 """NCCL's ring for large arrays, in seconds: base, a hop by NVLink, a hop by the network."""
@@ -70,26 +73,29 @@ def points(need: Demand, cluster: Cluster, most: int = MOST) -> list[Point]:
 
 def best(need: Demand, cluster: Cluster, devices: int) -> Point | None:
     """Returns the mesh of so many devices whose step is shortest with all overlapped, None where no mesh
-    holds the state. Meshes: powers of two of `data`, `fsdp` and `tensor`, whose ranks lie in this order."""
+    holds the state. Meshes: powers of two of `data`, `fsdp`, of a mixture `expert`, and `tensor`, whose ranks
+    lie in this order."""
     powers = [1 << power for power in range(devices.bit_length()) if devices % (1 << power) == 0]
+    experts = need.mixture.experts if need.mixture else 1
     grid = [
-        (devices // (fsdp * tensor), fsdp, tensor, parts, policy)
+        (devices // (fsdp * expert * tensor), fsdp, expert, tensor, parts, policy)
         for tensor in powers
         if need.splits % tensor == 0
+        for expert in powers
+        if expert <= MOST_EXPERT and experts % expert == 0
         for fsdp in powers
-        if devices % (fsdp * tensor) == 0 and need.rows % (devices // tensor) == 0
+        if devices % (fsdp * expert * tensor) == 0 and need.rows % (devices // tensor) == 0
         for parts in [1 << power for power in range(need.rows.bit_length())]
         if need.rows // (devices // tensor) % parts == 0
         for policy in POLICIES
     ]
     if not grid:
         return None
-    data, fsdp, tensor, parts = (np.array([row[axis] for row in grid], float) for axis in range(4))
-    kept = np.array([need.kept[row[4]] for row in grid])
-    again = np.array([need.recomputed[row[4]] for row in grid])
-    held = _held(need, data, fsdp, tensor, parts, kept)
-    times = walls_of(need, cluster, data, fsdp, tensor, parts, again)
-    stack = np.stack([np.broadcast_to(times[name], data.shape) for name in WALLS[:-1]])
+    meshes = Meshes(*(np.array([row[axis] for row in grid], float) for axis in range(5)))
+    policies = [row[5] for row in grid]
+    times = walls_of(need, cluster, meshes, np.array([need.recomputed[policy] for policy in policies]))
+    held = _held(need, meshes, policies)
+    stack = np.stack([np.broadcast_to(times[name], held.shape) for name in WALLS[:-1]])
     fits = held <= cluster.memory
     summed = np.maximum(times["compute"], times["HBM"]) + times["NVLink"] + times["NIC"] + times["latency"]
     overlapped, apart = (np.where(fits, each, np.inf) for each in (stack.max(axis=0), summed))
@@ -98,14 +104,16 @@ def best(need: Demand, cluster: Cluster, devices: int) -> Point | None:
         return None
     seconds, exposed = float(overlapped[place]), float(apart.min())
     linear = need.flops / (devices * cluster.rate)
-    sizes = dict(zip(("data", "fsdp", "tensor"), grid[place][:3], strict=True))
+    sizes = dict(zip(AXES, grid[place][:4], strict=True))
+    if not need.mixture:
+        del sizes["expert"]
     binds = WALLS[int(stack[:, place].argmax())]
     parts_of = {name: float(stack[number, place]) for number, name in enumerate(WALLS[:-1])}
     return Point(
         devices,
         sizes,
-        grid[place][3],
         grid[place][4],
+        grid[place][5],
         seconds,
         exposed,
         parts_of,
@@ -117,26 +125,50 @@ def best(need: Demand, cluster: Cluster, devices: int) -> Point | None:
     )
 
 
-def walls_of(need: Demand, cluster: Cluster, data, fsdp, tensor, parts, again) -> dict[str, np.ndarray]:
-    """Returns seconds of a step by wall, of meshes in arrays [meshes]. parts: micro-batches. again: FLOPs of
-    a token that are computed a second time."""
-    devices = data * fsdp * tensor
-    at_once = need.tokens / (data * fsdp * parts)  # tokens of a micro-batch on each group of `tensor`
+class Meshes(NamedTuple):
+    """Meshes that are looked at, an array [meshes] of each axis, and of the micro-batches of a step."""
+
+    data: np.ndarray
+    fsdp: np.ndarray
+    expert: np.ndarray
+    tensor: np.ndarray
+    parts: np.ndarray
+
+    def tokens(self, need: Demand) -> np.ndarray:
+        """Returns the tokens of a micro-batch on each group of `tensor`."""
+        return need.tokens / (self.data * self.fsdp * self.expert * self.parts)
+
+    def share(self, experts: float, others: float) -> np.ndarray:
+        """Returns a device's part over `expert` and `tensor` of so many numbers of experts, and others."""
+        return (experts / self.expert + others) / self.tensor
+
+
+def walls_of(need: Demand, cluster: Cluster, meshes: Meshes, again: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns seconds [meshes] of a step by wall. again: FLOPs of a token that are computed a second time."""
+    data, fsdp, expert, tensor, parts = meshes
+    devices = data * fsdp * expert * tensor
+    at_once, experts = meshes.tokens(need), need.expert_parameters
     compute = (need.flops + again * need.tokens) / (devices * cluster.rate)
     passes = parts * (3 + again * need.tokens / need.flops)  # forward, and backward twice
-    read = sum(_read(need, matrix, at_once, tensor) for matrix in need.matrices) * passes
-    updated = 2 * need.parameters * need.state / (fsdp * tensor)
+    read = sum(_read(need, matrix, at_once, tensor, expert) for matrix in need.matrices) * passes
+    updated = 2 * need.state * meshes.share(experts, need.parameters - experts) / fsdp
     slow = cluster.contention.get(int(devices.flat[0]), 1.0)
     links = Links(dataclasses.replace(cluster, network=cluster.network / slow))
-    layers = need.layers * parts
+    layers, mixtures = need.layers * parts, need.mixtures * parts
     passed = need.item * at_once * need.width  # all-gathered and reduce-scattered, twice each way
-    split = links.gather(passed, tensor, 1) * 8 * layers
-    weights = need.item * need.blocks / tensor
-    gathered = links.gather(weights, fsdp, tensor) * 3 * parts
-    reduced = links.gather(need.item * need.parameters / (tensor * fsdp), data, tensor * fsdp) * 2
+    split = links.gather(passed, tensor, 1) * (8 * layers - 4 * mixtures)
+    split = split + links.gather(passed * expert, expert * tensor, 1) * 4 * mixtures
+    weights = need.item * meshes.share(experts, need.blocks - experts)
+    inner = expert * tensor
+    gathered = links.gather(weights, fsdp, inner) * 3 * parts
+    # What is no expert's is summed over `expert` too: then each device has a part of it to sum over `data`.
+    others = need.item * (need.parameters - experts) / (fsdp * tensor)
+    summed = others / expert + need.item * experts / (fsdp * inner)
+    reduced = (links.gather(others, expert, tensor) + links.gather(summed, data, fsdp * inner)) * 2
     nvlink, network = split + gathered + reduced
     serial = layers * layer_latency(cluster, tensor)
-    rings = 3 * layers * links.ring(fsdp, tensor) + 2 * links.ring(data, tensor * fsdp)
+    rings = 3 * layers * links.ring(fsdp, inner) + 2 * links.ring(data, fsdp * inner)
+    rings = rings + np.where(expert > 1, 4 * mixtures * links.ring(inner, 1), 0.0)
     return {
         "compute": compute,
         "HBM": (read + updated) / cluster.bandwidth,
@@ -210,7 +242,7 @@ def closed(need: Demand, cluster: Cluster) -> dict[str, float]:
     as long. NIC: TP B / b, with b the tokens of a device at which the gathers of its weights, twice, and the
     reduction of its gradients take as long; of experts there are more weights to read and to gather than a
     token is multiplied with. latency: FLOPs / (H L t_L). batch: rows × the most that a layer can be split
-    into.
+    into. Without the axis `expert`, which has fewer of these weights on each device.
     """
     item, split = need.item, split_by(need, cluster)
     idle = need.blocks / need.multiplied()
@@ -258,20 +290,26 @@ def changes(need: Demand, cluster: Cluster, most: int = MOST) -> list[Change]:
     return found
 
 
-def _held(need: Demand, data, fsdp, tensor, parts, kept) -> np.ndarray:
-    """Returns bytes on a device: state and float32 gradients, two layers' weights as matmuls take them, and
-    what is kept of a micro-batch."""
-    at_once = need.tokens / (data * fsdp * parts)
-    held = need.parameters * (need.state + 4) / (fsdp * tensor)
-    held = held + 2 * need.item * need.blocks / need.layers / tensor
-    return held + at_once * (kept + need.layers * need.width * need.item) / tensor
+def _held(need: Demand, meshes: Meshes, policies: Sequence[str]) -> np.ndarray:
+    """Returns bytes on a device: state and float32 gradients, two layers' weights as matmuls take them, what
+    is kept of a micro-batch, and a layer's rows of experts, for which there is room as `Mixture.rows` has it.
+    policies: of remat, one a mesh."""
+    experts, tensor = need.expert_parameters, meshes.tensor
+    kept, rows = (np.array([of.get(policy, 0) for policy in policies]) for of in (need.kept, need.kept_rows))
+    room = need.mixture.rows if need.mixture else float
+    more = np.array([room(int(devices)) for devices in meshes.expert])
+    held = (need.state + 4) * meshes.share(experts, need.parameters - experts) / meshes.fsdp
+    held = held + 2 * need.item * meshes.share(experts, need.blocks - experts) / need.layers
+    kept = kept + (more - 1) * rows + more * need.room
+    return held + meshes.tokens(need) * (kept + need.layers * need.width * need.item) / tensor
 
 
-def _read(need: Demand, matrix: Matrix, tokens, tensor) -> np.ndarray:
-    """Returns bytes that one pass of a matrix, of each expert if there are several, moves between memory and
-    the tensor units."""
+def _read(need: Demand, matrix: Matrix, tokens, tensor, expert=1) -> np.ndarray:
+    """Returns bytes that one pass of a matrix, of each expert that a device has if there are several, moves
+    between memory and the tensor units. tokens: of each device along `expert`."""
     inputs, outputs = matrix.inputs, matrix.outputs
     ins = inputs / tensor if matrix.split == "inputs" else inputs
     outs = outputs / tensor if matrix.split == "outputs" else outputs
     rows = tokens * matrix.top_k
-    return need.item * (rows * (ins + outs) + np.minimum(rows, matrix.experts) * ins * outs)
+    own = matrix.experts / expert if matrix.experts > 1 else 1
+    return need.item * (rows * (ins + outs) + np.minimum(rows, own) * ins * outs)

@@ -123,7 +123,8 @@ def _limits(arguments: argparse.Namespace) -> int:
 
 NOTES = (
     "bounds by arithmetic: overlapped = all communication hides behind the products; exposed = none does. "
-    "State is resident, rows are one document each, meshes are of data, fsdp and tensor.",
+    "State is resident, rows are one document each, meshes are of data, fsdp and tensor, "
+    "of a mixture of experts of expert too.",
 )
 
 
@@ -182,7 +183,9 @@ def picture(found: list[Point]) -> Picture:
 
 def _curve(found: list[Point]) -> rich.table.Table:
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("devices", "data × fsdp\n× tensor", "micro-\nbatches"):
+    four = "expert" in found[0].mesh  # which leave no room for spaces in 80 columns
+    axes, times = ("data×fsdp\n×expert\n×tensor", "×") if four else ("data × fsdp\n× tensor", " × ")
+    for column in ("devices", axes, "micro-\nbatches"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("remat")
     for column in ("step,\noverlapped", "tokens/s", "share of\nlinear", "exposed"):
@@ -191,7 +194,7 @@ def _curve(found: list[Point]) -> rich.table.Table:
     for point in found:
         table.add_row(
             f"{point.devices:,}",
-            " × ".join(str(size) for size in point.mesh.values()),
+            times.join(str(size) for size in point.mesh.values()),
             str(point.microbatches),
             point.remat,
             _duration(point.seconds),

@@ -51,6 +51,61 @@ def test_of_a_mixture_the_experts_of_a_token_count():
     assert of_few == need.item * 8 * (2 * 2048 + 3 * 768 + each)
 
 
+@pytest.fixture(scope="module")
+def mixture():
+    path = ROOT / "configs" / "qwen3_235b_a22b.py"
+    return demand.demand(configuration.load(path, ["train.rows=512"]))
+
+
+def of_mesh(need, on=H200, **sizes):
+    """Returns the walls of one mesh and the bytes that it holds, with full rematerialisation."""
+    axes = [np.array([float(sizes.get(axis, 1))]) for axis in limits.Meshes._fields]
+    meshes = limits.Meshes(*axes)
+    times = limits.walls_of(need, on, meshes, np.array([need.recomputed["full"]]))
+    held = limits._held(need, meshes, ["full"])
+    return {name: float(each[0]) for name, each in times.items()}, float(held[0])
+
+
+def test_of_a_mixture_meshes_split_experts_too(mixture, need):
+    """At most eightfold, into parts that divide them; a dense model has no such axis."""
+    found = limits.points(mixture, H200, 256)
+    assert [*found[-1].mesh] == ["data", "fsdp", "expert", "tensor"]
+    assert all(np.prod([*point.mesh.values()]) == point.devices for point in found)
+    assert 1 < max(point.mesh["expert"] for point in found) <= 8
+    of_six = dataclasses.replace(mixture, mixture=mixture.mixture._replace(experts=6))
+    assert {point.mesh["expert"] for point in limits.points(of_six, H200, 64)} <= {1, 2}
+    assert "expert" not in limits.best(need, H200, 64).mesh
+
+
+@pytest.mark.parametrize("expert, units", [(2, 1), (4, 3), (8, 7)])
+def test_tokens_of_experts_move_as_the_docs_say(mixture, expert, units):
+    """docs/parallelism.md: gathered and scattered, forward and backward; of all layers here."""
+    no_weights = {"matrices": mixture.matrices[-1:], "blocks": 0.0, "parameters": 0.0}  # nor gradients
+    none = dataclasses.replace(mixture, **no_weights)
+    times, _ = of_mesh(none, expert=expert)
+    own = mixture.tokens / expert * mixture.width * mixture.item
+    assert times["NVLink"] == pytest.approx(94 * 4 * units * own / H200.nvlink)
+    assert times["NIC"] == 0
+
+
+def test_split_experts_are_held_gathered_and_summed_in_parts(mixture):
+    """And what is no expert's as often as without; rows have room for all that may come."""
+    experts, whole = mixture.expert_parameters, mixture.parameters
+    assert experts == 94 * 128 * 3 * 4096 * 1536
+    (_, alone), (_, split) = of_mesh(mixture, parts=512), of_mesh(mixture, parts=64, expert=8)
+    a_token = mixture.kept_rows["full"] + mixture.room, mixture.kept["full"] - mixture.kept_rows["full"]
+    saved = 7 / 8 * experts * (mixture.state + 4 + 2 * mixture.item / 94)
+    more = mixture.sequence * 7 * a_token[0]  # eight rooms for the rows of as many tokens
+    assert alone - split == pytest.approx(saved - more, rel=1e-9)
+    by_fsdp, both = (of_mesh(mixture, fsdp=fsdp, expert=8 // fsdp, parts=64)[0] for fsdp in (8, 4))
+    gathered = 3 * 64 * mixture.item * (mixture.blocks * 7 / 8 - (mixture.blocks - experts / 2) * 3 / 4)
+    # Of two devices along `expert` each sums a half of what is no expert's shard.
+    sums = 2 * mixture.item * (whole - experts) / 4 / 2
+    tokens = 94 * 64 * 4 * mixture.sequence * mixture.width * mixture.item
+    moved = (by_fsdp["NVLink"] - both["NVLink"]) * H200.nvlink
+    assert moved == pytest.approx(gathered - sums - tokens, rel=1e-9)
+
+
 @pytest.mark.parametrize("factor", (0.5, 2.0, 4.0))
 def test_each_wall_moves_as_its_formula_says(need, factor):
     before, replace = limits.closed(need, H200), dataclasses.replace

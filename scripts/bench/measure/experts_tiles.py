@@ -21,6 +21,8 @@ from pallas_kernels.grouped_matmul import hopper_tiles
 from pallas_kernels.testing import GPU_TOLERANCE
 
 OTHERS = ("triton", "xla", "reference")
+ORIGIN = ("device", "versions", "commit")
+"""Of the record, what the table says of its own."""
 
 
 def entry(name: str, found: dict) -> tuple[str, dict] | None:
@@ -67,7 +69,8 @@ def main() -> int:
             raise InputError(f"{path}: has no tiles that ran; measure it with --tiles")
         table.setdefault(record["device"]["kind"], {}).update(made)
     arguments.table.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-    print(json.dumps({"benchmark": "experts_tiles", "table": str(arguments.table), "entries": table}))
+    line = {"benchmark": "experts_tiles", "table": str(arguments.table), "entries": table}
+    print(json.dumps(line | {key: record[key] for key in ORIGIN if key in record}))
     return 0
 
 
