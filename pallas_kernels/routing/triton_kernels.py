@@ -159,25 +159,19 @@ def place(ids, before, begins, assignments, order, inverse, P: tl.constexpr, B: 
 
 @triton.jit
 def dispatch(
-    x, inverse, sized, tokens, y, K: tl.constexpr, D: tl.constexpr, B: tl.constexpr, BD: tl.constexpr
+    x, order, sized, rows, y, K: tl.constexpr, D: tl.constexpr, B: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """The rows of one block of tokens, one part of their width. Grid: (tokens / B, D / BD), each rounded up.
-    x [tokens, D]; inverse [tokens, K], of those that have an expert all different ones; sized [1]: rows that
-    have one; y [R, D], where others are not written.
+    """The tokens of one block of rows, one part of their width. Grid: (rows / B, D / BD), each rounded up.
 
-    By tokens, so that each is read once: by rows it would be read for each of its experts, and lies no longer
-    in the cache.
+    x [N, D]; order [rows]; sized [1]: rows that have an expert; y [rows, D], where others are not written.
     """
-    token_B = tl.program_id(0) * B + tl.arange(0, B)
+    row_B = tl.program_id(0) * B + tl.arange(0, B)
     column_D = tl.program_id(1) * BD + tl.arange(0, BD)
-    exists_B = token_B < tokens
-    sized_1 = tl.load(sized)
-    at_BD = token_B.to(tl.int64)[:, None] * D + column_D[None, :]
-    x_BD = tl.load(x + at_BD, mask=exists_B[:, None] & (column_D < D)[None, :], other=0.0)
-    for k in tl.static_range(K):
-        row_B = tl.load(inverse + token_B * K + k, mask=exists_B, other=0)
-        has_BD = (exists_B & (row_B < sized_1))[:, None] & (column_D < D)[None, :]
-        tl.store(y + row_B.to(tl.int64)[:, None] * D + column_D[None, :], x_BD, mask=has_BD)
+    has_B = row_B < tl.load(sized)
+    token_B = tl.load(order + row_B, mask=has_B, other=0) // K
+    has_BD = has_B[:, None] & (column_D < D)[None, :]
+    x_BD = tl.load(x + token_B.to(tl.int64)[:, None] * D + column_D[None, :], mask=has_BD, other=0.0)
+    tl.store(y + row_B.to(tl.int64)[:, None] * D + column_D[None, :], x_BD, mask=has_BD)
 
 
 @triton.jit
