@@ -232,4 +232,6 @@ class Checkpointer:
                 f"{self._local.directory}: none of its checkpoints can be restored, and {self.directory} "
                 "holds none; give another run directory to start from the beginning"
             )
+        if self._local:  # what is left is of no use, and in the way of what will be saved at these steps
+            self._local.drop(after=0)
         return None

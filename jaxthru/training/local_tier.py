@@ -20,6 +20,7 @@ import os
 import socket
 import uuid
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ class LocalTier(Tier):
             reason = None if saved == wanted else "it holds other shards, as of another mesh"
         return agreed(reason and f"process {jax.process_index()} ({socket.gethostname()}): {reason}")
 
-    def drop(self, after: int, useless: list[int]) -> None:
+    def drop(self, after: int, useless: Collection[int] = ()) -> None:
         """Deletes this process's parts of steps after one, and of those that were of no use."""
         for step in self.steps():
             if step > after or step in useless:

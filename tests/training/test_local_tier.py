@@ -124,6 +124,19 @@ def test_parts_of_another_number_of_processes_are_passed_over(run):
     assert common_steps(local) == [20]
 
 
+def test_a_run_that_starts_anew_saves_where_parts_of_no_use_lay(run):
+    """Of another number of processes, or of one alone that has committed before a kill."""
+    shared, local = run
+    shutil.rmtree(shared)
+    for step in common_steps(local):
+        path = local / f"{step}/part/metadata"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"processes": 2}))
+    with Checkpointer(shared, MANY, local=local) as checkpointer:
+        assert checkpointer.restore(shapes(state(0))) is None
+        checkpointer.save(20, state(20), {"step": 20}, checkpointer._local)
+    assert restored(shared, local) == 20
+
+
 def test_a_run_has_a_folder_of_its_own(tmp_path):
     config, run = LocalTierConfig(directory=str(tmp_path / "disk")), tmp_path / "run"
     run.mkdir()
