@@ -13,6 +13,7 @@ is the one that a run goes on from.
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,8 @@ class Checkpointer:
         # On a GPU or TPU Orbax returns when all arrays have been copied to the host. On a CPU it keeps views
         # of the arrays' own memory; XLA does not reuse memory that is so held, but gives the update new.
         tier.save(step, layout.to_disk(state), data_state)
+        if self._local and tier is self._shared:
+            self._local.shared_at = time.time()
         if self._in_place:
             tier.wait()  # the next step uses the state up
 
@@ -214,6 +217,10 @@ class Checkpointer:
                 state, data_state = tier.read(step, abstract_state)
                 if self._local:
                     self._local.drop(after=step, useless=passed)
+                if (
+                    tier is self._local
+                ):  # else crashes could keep a long time between shared ones from passing
+                    self._times[self._shared].ago = time.time() - self._local.shared_at
                 return step, state, data_state
             if tier is self._shared:
                 tier.move_aside(step, reason)

@@ -124,6 +124,21 @@ def test_parts_of_another_number_of_processes_are_passed_over(run):
     assert common_steps(local) == [20]
 
 
+def test_the_time_to_the_next_shared_one_goes_on_over_restarts_from_local_ones(tmp_path, monkeypatch):
+    now, local = [1000.0], tmp_path / "process_0"
+    monkeypatch.setattr("time.time", lambda: now[0])
+    config = CheckpointConfig(every="2h", local=LocalTierConfig(directory="here", every=1))
+    saved = []
+    for start in range(4):  # each is killed after 50 minutes
+        with Checkpointer(tmp_path / "checkpoints", config, local=local) as checkpointer:
+            checkpointer.restore(shapes(state(0)))
+            tier = checkpointer.due(start + 1, last=False)
+            saved.append(tier.name)
+            now[0] += 3000
+            checkpointer.save(start + 1, state(start + 1), {}, tier)
+    assert saved == ["local checkpoint"] * 3 + ["checkpoint"]
+
+
 def test_a_run_that_starts_anew_saves_where_parts_of_no_use_lay(run):
     """Of another number of processes, or of one alone that has committed before a kill."""
     shared, local = run
