@@ -26,7 +26,7 @@ from jaxthru.runtime.errors import TrainingError
 from jaxthru.training import layout
 from jaxthru.training.checkpoint_config import CheckpointConfig, LocalTierConfig
 from jaxthru.training.checksums import AnyPath, absolute
-from jaxthru.training.local_tier import LocalTier, common_steps
+from jaxthru.training.local_tier import LocalTier, common_steps, shards
 from jaxthru.training.save_times import SaveTimes
 from jaxthru.training.tier import TEMPORARY, CheckpointError, Tier, saved_steps
 
@@ -197,10 +197,12 @@ class Checkpointer:
         abstract_state: jax.ShapeDtypeStructs with shardings; the mesh and the form of the layers may differ
         from those that were saved. Damaged checkpoints are reported and passed over; those that all share are
         moved aside, local ones deleted.
-        Raises InputError if the checkpoint is of another model or optimizer, CheckpointError if there were
-        checkpoints but none of them is whole.
+        Raises InputError if the checkpoint is of another model or optimizer, or the mesh is one of which no
+        local ones can be saved, CheckpointError if there were checkpoints but none of them is whole.
         """
         self.wait()
+        if self._local:  # before there is something to lose
+            shards(layout.abstract_disk(abstract_state))
         local = common_steps(self._local.directory) if self._local else []
         passed: list[int] = []
         while True:

@@ -289,3 +289,12 @@ def test_devices_with_parts_of_several_copies_are_refused():
     assert local_tier.shards({"w": leaf(0)}) == local_tier.shards({"w": leaf(0)})
     with pytest.raises(InputError, match="hold parts of several copies of w, which cannot be saved alone"):
         local_tier.shards({"w": leaf(1)})
+
+
+def test_they_are_refused_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_tier, "_own_shards", lambda sharding, shape: None)
+    with (
+        Checkpointer(tmp_path / "checkpoints", MANY, local=tmp_path / "process_0") as checkpointer,
+        pytest.raises(InputError, match="which cannot be saved alone; choose a mesh whose copies end"),
+    ):
+        checkpointer.restore(shapes(state(0)))
