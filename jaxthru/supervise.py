@@ -1,11 +1,13 @@
 """python -m jaxthru.supervise: a training command, started again after what a restart can mend."""
 
 import argparse
+import contextlib
 import itertools
 import logging
 import math
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxthru.runtime import command_line
@@ -35,32 +37,47 @@ def _supervise(arguments: argparse.Namespace, command: list[str], prog: str) -> 
     require(arguments.tries >= 1, f"--tries {arguments.tries}: must be at least 1")
     pause = arguments.pause
     require(0 <= pause < math.inf, f"--pause {pause}: must be at least 0, and finite")
-    run_dir = run_directory(command)
+    where = run_directory(command)
     retry = (*numbers("--retry-on", arguments.retry_on), *stopped_exit_codes(command))
     if arguments.after is not None:
-        return _after(arguments.after, run_dir, arguments.tries, retry)
+        return _after(arguments.after, where, arguments.tries, retry)
+    bucket = f"supervise: --run-dir {where}: runs in a bucket are not supervised; let a scheduler do it"
+    require("://" not in where, bucket)
     counts = numbers("--processes", arguments.processes)
     fewer = all(count > after for count, after in itertools.pairwise(counts))
     wrong = f"--processes {arguments.processes}: must be a number above 0, or several, each below the last"
     require(fewer and min(counts, default=0) >= 1, wrong)
-    return Supervisor(tuple(command), run_dir, counts, arguments.tries, pause, retry).run()
+    return Supervisor(tuple(command), Path(where), counts, arguments.tries, pause, retry).run()
 
 
-def _after(code: int, run_dir: Path, tries: int, retry: tuple[int, ...]) -> int:
+def _after(code: int, where: str, tries: int, retry: tuple[int, ...]) -> int:
     """Says whether a run that has ended is to be started again; returns 0 if so, else its exit code."""
     require(
         1 <= code <= 255, f"--after {code}: must be the exit code of a run that has not finished, 1 to 255"
     )
-    failures = Failures(run_dir / COUNTS)
-    judged = judge(End(code), run_dir, failures, tries, retry)
-    print(f"supervise: {judged.line}", file=sys.stderr, flush=True)
-    if judged.again:
-        return 0
-    failures.forget()
-    return code
+    with _files_of(where) as run_dir:
+        failures = Failures(run_dir / COUNTS)
+        judged = judge(End(code), run_dir, failures, tries, retry)
+        print(f"supervise: {judged.line}", file=sys.stderr, flush=True)
+        if not judged.again:
+            failures.forget()
+    return 0 if judged.again else code
 
 
-def run_directory(command: list[str]) -> Path:
+@contextlib.contextmanager
+def _files_of(where: str) -> Iterator[Path]:
+    """Gives the run directory: of one in a bucket a copy, which is sent there afterwards."""
+    if "://" not in where:
+        yield Path(where)
+        return
+    from jaxthru.training.run_directory import RunDirectory  # loads JAX
+
+    run = RunDirectory(where)
+    yield run.path
+    run.send()
+
+
+def run_directory(command: list[str]) -> str:
     """Returns the run directory that a training command names. Raises InputError if none can be resumed."""
     found = ""
     for word, following in zip(command, [*command[1:], ""], strict=True):
@@ -72,9 +89,7 @@ def run_directory(command: list[str]) -> Path:
         require(not fresh, "supervise: a restart resumes the run: leave out --resume never")
     missing = "supervise: the command has no --run-dir DIR: without one, each start would begin a fresh run"
     require(found != "", missing)
-    bucket = f"supervise: --run-dir {found}: runs in a bucket are not supervised; let a scheduler do it"
-    require("://" not in found, bucket)
-    return Path(found)
+    return found
 
 
 def stopped_exit_codes(command: list[str]) -> tuple[int, ...]:

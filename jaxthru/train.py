@@ -123,8 +123,9 @@ def train(
         timer.finish_step()
         profile.close()
         state = built.compiled.settled(state)
+        if (step < steps or step == start) and config.checkpoint.last:
+            save(step)  # of a run that only had a local one of its last step, too
         if step < steps and config.checkpoint.last:
-            save(step)
             log.info("stopped after step %d; the state is saved", step)
         with watchdog.paused():
             with goodput.spending(SAVE):

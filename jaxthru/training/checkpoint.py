@@ -13,6 +13,7 @@ is the one that a run goes on from.
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from jaxthru.runtime.errors import TrainingError
 from jaxthru.training import layout
 from jaxthru.training.checkpoint_config import CheckpointConfig, LocalTierConfig
 from jaxthru.training.checksums import AnyPath, absolute
-from jaxthru.training.local_tier import LocalTier, common_steps
+from jaxthru.training.local_tier import LocalTier, common_steps, shards
 from jaxthru.training.save_times import SaveTimes
 from jaxthru.training.tier import TEMPORARY, CheckpointError, Tier, saved_steps
 
@@ -179,6 +180,8 @@ class Checkpointer:
         # On a GPU or TPU Orbax returns when all arrays have been copied to the host. On a CPU it keeps views
         # of the arrays' own memory; XLA does not reuse memory that is so held, but gives the update new.
         tier.save(step, layout.to_disk(state), data_state)
+        if self._local and tier is self._shared:
+            self._local.shared_at = time.time()
         if self._in_place:
             tier.wait()  # the next step uses the state up
 
@@ -194,10 +197,12 @@ class Checkpointer:
         abstract_state: jax.ShapeDtypeStructs with shardings; the mesh and the form of the layers may differ
         from those that were saved. Damaged checkpoints are reported and passed over; those that all share are
         moved aside, local ones deleted.
-        Raises InputError if the checkpoint is of another model or optimizer, CheckpointError if there were
-        checkpoints but none of them is whole.
+        Raises InputError if the checkpoint is of another model or optimizer, or the mesh is one of which no
+        local ones can be saved, CheckpointError if there were checkpoints but none of them is whole.
         """
         self.wait()
+        if self._local:  # before there is something to lose
+            shards(layout.abstract_disk(abstract_state))
         local = common_steps(self._local.directory) if self._local else []
         passed: list[int] = []
         while True:
@@ -214,6 +219,10 @@ class Checkpointer:
                 state, data_state = tier.read(step, abstract_state)
                 if self._local:
                     self._local.drop(after=step, useless=passed)
+                if (
+                    tier is self._local
+                ):  # else crashes could keep a long time between shared ones from passing
+                    self._times[self._shared].ago = time.time() - self._local.shared_at
                 return step, state, data_state
             if tier is self._shared:
                 tier.move_aside(step, reason)
@@ -232,4 +241,6 @@ class Checkpointer:
                 f"{self._local.directory}: none of its checkpoints can be restored, and {self.directory} "
                 "holds none; give another run directory to start from the beginning"
             )
+        if self._local:  # what is left is of no use, and in the way of what will be saved at these steps
+            self._local.drop(after=0)
         return None

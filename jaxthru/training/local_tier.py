@@ -18,8 +18,10 @@ import json
 import logging
 import os
 import socket
+import time
 import uuid
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +117,21 @@ class LocalTier(Tier):
             raise InputError(f"{said} ({error.strerror})") from error
         super().__init__(directory, keep, in_place=in_place)
         self._began = from_first(lambda: uuid.uuid4().hex[:8])
+        self.shared_at = time.time()
+        """When the run last saved to where all share it, in seconds since 1970; before that, when it began.
+        It is in each part: the time to the next such save goes on over restarts from here."""
 
     def _said(self, disk: PyTree, data_state: dict) -> dict[str, Any]:
         own = {"process": jax.process_index(), "processes": jax.process_count()}
-        return {"data": data_state, "part": {"start": self._began, **own, "shards": shards(disk)}}
+        part = {"start": self._began, **own, "shared_at": self.shared_at, "shards": shards(disk)}
+        return {"data": data_state, "part": part}
+
+    def read(self, step: int, abstract_state: PyTree) -> tuple[PyTree, dict]:
+        """Does what `Tier.read` does, and takes `shared_at` over."""
+        found = super().read(step, abstract_state)
+        part = json.loads((self.directory / f"{step}/part/metadata").read_text())
+        self.shared_at = min(part["shared_at"], time.time())
+        return found
 
     def damage(self, step: int, abstract_state: PyTree) -> str | None:
         """Returns why the parts of a step cannot be restored, the same in all processes: one is damaged, or
@@ -131,7 +144,7 @@ class LocalTier(Tier):
             reason = None if saved == wanted else "it holds other shards, as of another mesh"
         return agreed(reason and f"process {jax.process_index()} ({socket.gethostname()}): {reason}")
 
-    def drop(self, after: int, useless: list[int]) -> None:
+    def drop(self, after: int, useless: Collection[int] = ()) -> None:
         """Deletes this process's parts of steps after one, and of those that were of no use."""
         for step in self.steps():
             if step > after or step in useless:

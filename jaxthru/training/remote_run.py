@@ -109,18 +109,18 @@ class Mirror:
             yield
 
     def _fetch(self) -> None:
-        """Makes the mirror hold what the bucket does, and of files that are only added to, also what this
-        host has added since."""
+        """Makes the mirror hold what the bucket does; of files that are only added to, one that a run writes
+        to also keeps what this host has added since."""
         here = set(self._files())
         for path in self._there():
             mine, content = self.path / str(path.relative_to(self.url)), path.read_bytes()
             here.discard(mine)
-            longer = mine.suffix in ADDED_TO and mine.is_file() and mine.read_bytes().startswith(content)
-            if not longer:
+            added_to = self._trains and mine.suffix in ADDED_TO and mine.is_file()
+            if not (added_to and mine.read_bytes().startswith(content)):
                 write_atomically(mine, content)
                 self._sent[mine] = _version(mine)
         for path in here:
-            if path.suffix not in ADDED_TO:
+            if not (self._trains and path.suffix in ADDED_TO):
                 path.unlink()
 
     def send(self) -> None:

@@ -34,6 +34,8 @@ class SaveTimes:
         self._several = announced is not None or jax.process_count() > 1
         if self._seconds is not None and self._several:
             self._announced = announced or Announcements("jaxthru/save_at/")
+        self.ago = 0.0
+        """Seconds from the save before to the first step that is asked about."""
         self._due_at: float | None = None
         self._look = self._looks = 0
 
@@ -42,7 +44,7 @@ class SaveTimes:
         if self._seconds is None:
             return self._steps > 0 and step % self._steps == 0
         if self._due_at is None:
-            self._due_at = self._clock() + self._seconds
+            self._due_at = self._clock() + self._seconds - self.ago
             self._began, self._first, self._look = self._clock(), step, step + self.AHEAD
         if not self._several:
             if saves := self._clock() >= self._due_at:

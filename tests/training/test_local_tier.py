@@ -124,6 +124,34 @@ def test_parts_of_another_number_of_processes_are_passed_over(run):
     assert common_steps(local) == [20]
 
 
+def test_the_time_to_the_next_shared_one_goes_on_over_restarts_from_local_ones(tmp_path, monkeypatch):
+    now, local = [1000.0], tmp_path / "process_0"
+    monkeypatch.setattr("time.time", lambda: now[0])
+    config = CheckpointConfig(every="2h", local=LocalTierConfig(directory="here", every=1))
+    saved = []
+    for start in range(4):  # each is killed after 50 minutes
+        with Checkpointer(tmp_path / "checkpoints", config, local=local) as checkpointer:
+            checkpointer.restore(shapes(state(0)))
+            tier = checkpointer.due(start + 1, last=False)
+            saved.append(tier.name)
+            now[0] += 3000
+            checkpointer.save(start + 1, state(start + 1), {}, tier)
+    assert saved == ["local checkpoint"] * 3 + ["checkpoint"]
+
+
+def test_a_run_that_starts_anew_saves_where_parts_of_no_use_lay(run):
+    """Of another number of processes, or of one alone that has committed before a kill."""
+    shared, local = run
+    shutil.rmtree(shared)
+    for step in common_steps(local):
+        path = local / f"{step}/part/metadata"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"processes": 2}))
+    with Checkpointer(shared, MANY, local=local) as checkpointer:
+        assert checkpointer.restore(shapes(state(0))) is None
+        checkpointer.save(20, state(20), {"step": 20}, checkpointer._local)
+    assert restored(shared, local) == 20
+
+
 def test_a_run_has_a_folder_of_its_own(tmp_path):
     config, run = LocalTierConfig(directory=str(tmp_path / "disk")), tmp_path / "run"
     run.mkdir()
@@ -261,3 +289,12 @@ def test_devices_with_parts_of_several_copies_are_refused():
     assert local_tier.shards({"w": leaf(0)}) == local_tier.shards({"w": leaf(0)})
     with pytest.raises(InputError, match="hold parts of several copies of w, which cannot be saved alone"):
         local_tier.shards({"w": leaf(1)})
+
+
+def test_they_are_refused_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_tier, "_own_shards", lambda sharding, shape: None)
+    with (
+        Checkpointer(tmp_path / "checkpoints", MANY, local=tmp_path / "process_0") as checkpointer,
+        pytest.raises(InputError, match="which cannot be saved alone; choose a mesh whose copies end"),
+    ):
+        checkpointer.restore(shapes(state(0)))

@@ -13,6 +13,7 @@ from etils import epath
 from runs import make_workplace
 
 import jaxthru
+from jaxthru import supervise
 from jaxthru.build.language_model import folder_of
 from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training import remote_run
@@ -150,6 +151,23 @@ def test_a_bucket_that_cannot_be_written_fails_the_save_and_not_the_end(bucket, 
     with run.locked():
         pass
     assert "not all of its files have been copied there" in caplog.text
+
+
+def test_a_scheduler_counts_the_failures_of_a_run_in_a_bucket(bucket):
+    run, words = RunDirectory(URL, trains=True), ["--", "--run-dir", URL]
+    run.metrics_file.write_text('{"step": 4}\n')
+    run.send()
+    run.metrics_file.write_text('{"step": 4}\n{"step": 5}\n')  # of what was not saved
+    assert [supervise.main(["--after", "137", *words]) for _ in range(2)] == [0, 0]
+    counts = epath.Path(URL) / supervise.COUNTS
+    assert json.loads(counts.read_text()) == {"furthest": 4, "failed": {"4": 2}}
+    again = RunDirectory(URL, trains=True)
+    again.metrics_file.write_text('{"step": 3}\n')  # it has gone on from there, and cut
+    again.send()
+    assert supervise.main(["--after", "137", *words]) == 0
+    assert json.loads(counts.read_text())["failed"] == {"4": 2, "3": 1}
+    assert RunDirectory(URL).read_metrics()[-1]["step"] == 3
+    assert supervise.main(["--after", "1", *words]) == 1 and not counts.exists()
 
 
 @pytest.mark.slow

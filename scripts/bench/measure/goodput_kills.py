@@ -66,7 +66,7 @@ def killed(
     command: Sequence[str], kills: int, seed: int, environment: Mapping[str, str] | None = None
 ) -> Closed:
     """Returns what came of a run that was killed so often. command: that trains in a fresh run directory."""
-    run, draw = run_directory(list(command)), random.Random(seed)
+    run, draw = Path(run_directory(list(command))), random.Random(seed)
     up: list[tuple[float, float]] = []  # of starts that took the run up: (began, ended)
     usual, first = 10.0, time.time()
     for number in range(kills + 1):
