@@ -98,6 +98,9 @@ MODULES = {
 """A module that is no more -> those that have what it held, by the same names but for NAMES."""
 
 NAMES = {
+    "training.checkpoint.WRITE_TIMEOUT": "training.tier.WRITE_TIMEOUT",
+    "training.run_directory.FLAG_PREFIXES": "training.environment.FLAG_PREFIXES",
+    "training.run_directory.PACKAGES": "training.environment.PACKAGES",
     "training.programs.placed": "engine.programs.with_shardings",
     "training.offload.placed": "engine.offload.offloaded_state",
     "plan.fit.fit": "build.checks.validate",
