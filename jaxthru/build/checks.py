@@ -180,7 +180,7 @@ def left_wide(config: RunConfig) -> str:
     asked = float8_setting(config) or "lora.base = 'int8'" * (config.lora.on and config.lora.base == "int8")
     stages = family.chain(config.model).stages
     experts = asked and any(info.stack for stage in stages for info, _ in stage.matrices)
-    said = f"{asked}: experts stay in {config.precision.compute}; no grouped product is of eight bits"
+    said = f"{asked}: experts stay in {config.precision.compute}; none are multiplied in eight bits yet"
     return said if experts else ""
 
 

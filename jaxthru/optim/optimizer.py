@@ -42,7 +42,8 @@ class OptimConfig:
     weight_decay: applies to matrices and embeddings, never to norms and biases.
     clip: bound on the global gradient norm; 0 is off. clip_rule: `exact` scales by this step's own norm,
         `previous` by that of the last step that was not skipped, which is known before the gradients are;
-        the first step only measures it and updates nothing.
+        the first step only measures it and updates nothing. Where norms differ much from step to step, as
+        early in training, `previous` costs loss.
     state: number formats of the weights, their masters and the moments, by a name in optim/formats.py;
         docs/memory.md says what they cost.
     """

@@ -182,19 +182,19 @@ def picture(found: list[Point]) -> Picture:
 
 
 def _curve(found: list[Point]) -> rich.table.Table:
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    four = "expert" in found[0].mesh  # which leave no room for spaces in 80 columns
-    axes, times = ("data×fsdp\n×expert\n×tensor", "×") if four else ("data × fsdp\n× tensor", " × ")
-    for column in ("devices", axes, "micro-\nbatches"):
+    # In 80 columns there is no room for edges and spaces.
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=0, show_edge=False)
+    axes = "×expert\n×tensor" if "expert" in found[0].mesh else "×tensor"
+    for column in ("devices", f"data×fsdp\n{axes}", "micro-\nbatches"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("remat")
-    for column in ("step,\noverlapped", "tokens/s", "share of\nlinear", "exposed"):
+    table.add_column("remat", no_wrap=True)
+    for column in ("step,\nover-\nlapped", "tokens/s", "share\nof\nlinear", "ex-\nposed"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("binds")
+    table.add_column("binds", no_wrap=True)
     for point in found:
         table.add_row(
             f"{point.devices:,}",
-            times.join(str(size) for size in point.mesh.values()),
+            "×".join(str(size) for size in point.mesh.values()),
             str(point.microbatches),
             point.remat,
             _duration(point.seconds),
@@ -208,7 +208,7 @@ def _curve(found: list[Point]) -> rich.table.Table:
 
 def _walls(walls: dict[str, float]) -> rich.table.Table:
     table = rich.table.Table(
-        box=rich.box.SIMPLE_HEAD, title="each wall alone, by its formula", title_justify="left"
+        box=rich.box.SIMPLE_HEAD, title="\neach wall alone, by its formula", title_justify="left"
     )
     for name in walls:
         table.add_column(name, justify="right")

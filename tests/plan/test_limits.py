@@ -248,12 +248,18 @@ def test_the_command_says_where_scaling_ends_and_draws_it(capsys, tmp_path):
     assert "80% of linear to 64 devices if all is overlapped" in said.out
     assert "shortest step, however many devices: 80 layers × 97 µs" in said.out
     assert "in 30 days: " in said.out
+    assert "…" not in said.out, "columns are cut"
     assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
     code, said = command(capsys, *set_rows, "--json", "--device", "h100")
     found = json.loads(said.out)
     assert code == 0
     assert [point["devices"] for point in found["points"]] == [16, 32, 64]
     assert {change["what"] for change in found["changes"]} > {"batch × 2", "NICs × 2", "NVLink domain × 2"}
+
+
+def test_meshes_of_experts_have_room_in_80_columns(capsys):
+    code, said = command(capsys, "--config", "quickstart_moe", "--set", "train.rows=64", "--most", "64")
+    assert code == 0 and "1×2×1×1" in said.out and "…" not in said.out
 
 
 def test_float8_is_faster_in_the_blocks_alone(need):
