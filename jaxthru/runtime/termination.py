@@ -25,9 +25,10 @@ class Terminated(BaseException):
 
 class _Process:
     """What SIGTERM does to this process. code: with which it ends. within: commands, one in the other, that
-    leave what they do by an exception. said: it has been said why the process ends."""
+    leave what they do by an exception. over: how many have ended. heard: how many had when one was told
+    to leave, None while the main thread has not heard of it. said: it has been said why the process ends."""
 
-    code, within, said, watched = STOPPED, 0, False, False
+    code, within, over, heard, said, watched = STOPPED, 0, 0, None, False, False
 
 
 def set_exit_code(code: int) -> None:
@@ -76,11 +77,13 @@ def handled() -> Iterator[None]:
         yield
     finally:
         _Process.within -= 1
+        _Process.over += 1
         signal.signal(signal.SIGTERM, before)
 
 
 def _on_signal(number: int, frame) -> None:
     if _Process.within:
+        _Process.heard = _Process.over
         raise Terminated
     _end()
 
@@ -104,5 +107,7 @@ def _watch(descriptor: int) -> None:
             time.sleep(SECONDS_TO_UNWIND)
             if _Process.said:  # it is about to end: process 0 waits for the others to hear why
                 time.sleep(2 * SECONDS_TO_UNWIND)
-            if signal.getsignal(signal.SIGTERM) is _on_signal:  # else a command within a process is over
+            on = _Process.heard in (None, _Process.over)  # else that command of this process is over
+            if on and signal.getsignal(signal.SIGTERM) is _on_signal:
                 _end()
+            _Process.heard = None

@@ -176,7 +176,7 @@ class Checkpointer:
             return
         if "pending" in state:
             raise ValueError("a state with a pending update is not whole: save DispatchedStep.settled of it")
-        self.wait()  # for both tiers: Orbax numbers its writes for a whole process, not for each writer
+        self.wait()  # one write at a time, over both tiers
         # On a GPU or TPU Orbax returns when all arrays have been copied to the host. On a CPU it keeps views
         # of the arrays' own memory; XLA does not reuse memory that is so held, but gives the update new.
         tier.save(step, layout.to_disk(state), data_state)

@@ -76,18 +76,20 @@ class Tier:
             **orbax_settings.of_arrays(self.primary, in_place),
         )
         self._json = functools.partial(ocp.JsonCheckpointHandler, multiprocessing_options=shared)
+        # A directory is there before what is written into it, whatever else writes: where it is made by a
+        # thread, the writers wait for a signal that a save of the other tier may have given. And where it
+        # cannot be made, they wait for it for as long as a write may take.
+        at_once = ocp.options.AsyncOptions(
+            timeout_secs=WRITE_TIMEOUT, create_directories_asynchronously=False
+        )
         self._orbax = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(
-                composite_options=ocp.CompositeOptions(multiprocessing_options=shared),
+                composite_options=ocp.CompositeOptions(multiprocessing_options=shared, async_options=at_once),
                 state=self._arrays(),
                 **{item: self._json() for item in self.items},
             ),
             multiprocessing_options=shared,
-            async_options=ocp.options.AsyncOptions(
-                timeout_secs=WRITE_TIMEOUT,
-                # Else where one cannot be made, threads wait for it for as long as a write may take.
-                create_directories_asynchronously=False,
-            ),
+            async_options=at_once,
             temporary_path_class=orbax_settings.checksummed_path(before_commit, self._prune, in_bucket),
         )
         if self.commits:

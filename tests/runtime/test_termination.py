@@ -100,3 +100,15 @@ def test_who_has_the_signal_keeps_it():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_next_command_of_a_process_is_not_ended_for_the_one_before(monkeypatch):
+    monkeypatch.setattr(termination, "SECONDS_TO_UNWIND", 0.1)
+    monkeypatch.setattr(termination, "_end", lambda: ended.append(True))
+    ended = []
+    with pytest.raises(termination.Terminated), termination.handled():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    with termination.handled():
+        time.sleep(0.3)
+    assert not ended
