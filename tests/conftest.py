@@ -140,8 +140,8 @@ def importing_from(folder: Path, monkeypatch):
     yield importlib.import_module
     for script in folder.glob("**/*.py"):
         parts = script.relative_to(folder).with_suffix("").parts
-        for name in (".".join(parts), parts[0]):  # a package remembers its modules
-            sys.modules.pop(name, None)
+        for end in range(1, len(parts) + 1):  # a package remembers its modules
+            sys.modules.pop(".".join(parts[:end]), None)
 
 
 @pytest.fixture
