@@ -6,6 +6,7 @@ run, `runtime.stop_signal` has the signal; before and after, what is here.
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
@@ -110,4 +111,7 @@ def _watch(descriptor: int) -> None:
             on = _Process.heard in (None, _Process.over)  # else that command of this process is over
             if on and signal.getsignal(signal.SIGTERM) is _on_signal:
                 _end()
-            _Process.heard = None
+            if not select.select([descriptor], [], [], 0)[
+                0
+            ]:  # else it is of the next one, which is looked at
+                _Process.heard = None
