@@ -111,7 +111,6 @@ def _watch(descriptor: int) -> None:
             on = _Process.heard in (None, _Process.over)  # else that command of this process is over
             if on and signal.getsignal(signal.SIGTERM) is _on_signal:
                 _end()
-            if not select.select([descriptor], [], [], 0)[
-                0
-            ]:  # else it is of the next one, which is looked at
+            another, _, _ = select.select([descriptor], [], [], 0)
+            if not another:  # else what was heard may be of that one
                 _Process.heard = None

@@ -219,9 +219,7 @@ class Checkpointer:
                 state, data_state = tier.read(step, abstract_state)
                 if self._local:
                     self._local.drop(after=step, useless=passed)
-                if (
-                    tier is self._local
-                ):  # else crashes could keep a long time between shared ones from passing
+                if tier is self._local:  # else crashes could put the next shared one off for good
                     self._times[self._shared].ago = time.time() - self._local.shared_at
                 return step, state, data_state
             if tier is self._shared:
