@@ -156,6 +156,13 @@ def script(monkeypatch):
     yield from importing_from(SCRIPTS, monkeypatch)
 
 
+@pytest.fixture(scope="module")
+def study_script():
+    """Imports from scripts/study, once for a file of tests: its small studies take seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield from importing_from(SCRIPTS / "study", patch)
+
+
 @pytest.fixture
 def bit_exact(monkeypatch):
     """Compiles with the emitters that runs have: then programs of the same arithmetic agree to the bit."""

@@ -1,9 +1,7 @@
 """The simulation of the data plane: against formulas of queues, and that nothing is lost in it."""
 
 import dataclasses
-import importlib.util
 import json
-import sys
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -15,14 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
-def model():
-    folder = ROOT / "scripts" / "study"
-    spec = importlib.util.spec_from_file_location("data_model", folder / "data_model.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["data_model"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["data_model"]
+def model(study_script):
+    return study_script("data_model")
 
 
 def test_a_worker_is_a_queue_of_one_server(model):
@@ -127,12 +119,8 @@ def test_tasks_hold_the_rows_that_were_drawn(model):
 
 
 @pytest.fixture(scope="module")
-def study(model):
-    folder = ROOT / "scripts" / "study"
-    spec = importlib.util.spec_from_file_location("data_scale", folder / "data_scale.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def study(study_script):
+    return study_script("data_scale")
 
 
 def test_trainers_of_a_host_need_not_share_evenly(model):

@@ -1,6 +1,5 @@
 """The study of docs/scale.md, made small; and the page has what its record says."""
 
-import importlib.util
 import json
 import re
 import xml.etree.ElementTree
@@ -12,11 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
-def study():
-    spec = importlib.util.spec_from_file_location("scale", ROOT / "scripts" / "study" / "scale.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def study(study_script):
+    return study_script("scale")
 
 
 @pytest.fixture(scope="module")
