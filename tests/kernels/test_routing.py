@@ -123,7 +123,9 @@ def check(given: dict, K: int, implementation: str, rule: dict, tolerance=CPU_TO
     np.testing.assert_array_equal(made.counts_E, counts)
     assert (made.ids_NK.dtype, made.counts_E.dtype, made.weights_NK.dtype) == (jnp.int32, jnp.int32, f32)
     assert_close((made.weights_NK, made.scores_NE), (weights, scores), tolerance)
-    assert_close(d_logits, gradient, tolerance)
+    # A gradient is a difference, which all but vanishes where a softmax is a step: its terms are rounded.
+    size = sum(np.linalg.norm(term) for term in (gradient, scores * given["ds"], weights * given["dw"]))
+    assert np.linalg.norm(d_logits - gradient) <= tolerance * size
     assert not np.any(np.asarray(d_logits)[~np.asarray(given["valid"])])
 
 
