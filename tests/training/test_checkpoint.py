@@ -547,7 +547,7 @@ def test_a_failed_save_is_told_and_harms_nothing(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def late(*of, update=orbax_metadata._MetadataStoreImpl.update, **said):
-        """As on busy cores: a thread of its own writes this, which may come to it when the save has failed."""
+        """As on busy cores: a thread of its own writes this, maybe when the save has failed already."""
         failed.wait(10)
         time.sleep(0.1)
         update(*of, **said)
