@@ -337,7 +337,7 @@ def test_a_suite_of_two_commits_needs_the_other_ones_files(bench, tmp_path):
     assert (found["compile_seconds_ratio"], found["peak_device_ratio"]) == (1.05, 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.3)
 def test_rows_run_on_a_cpu(tmp_path):
     command = [sys.executable, "scripts/bench/suite.py", "overlap", "--output", str(tmp_path), "--tiny"]
     rows = ["--rows", "check_first,check_tiny,forward", "--commit", "0" * 40]

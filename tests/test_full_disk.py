@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from runs import Workplace, make_workplace, resumed_from
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(minutes=0.15)
 SOON = 10.0  # seconds from the full disk to the end of the process
 START = 20.0  # seconds that a start may take on busy cores
 ENDLESS = {"train__steps": 100_000, "checkpoint__last": "false"}

@@ -15,7 +15,7 @@ def place(tmp_path_factory):
     return make_workplace(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.4)
 def test_killed_and_run_again_the_losses_are_the_same(place):
     """At level optimizer, with split weights and masters, to the bit."""
     settings = LAYERED | {
@@ -34,7 +34,7 @@ def test_killed_and_run_again_the_losses_are_the_same(place):
     assert whole[16][0] < whole[1][0] - 0.3
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.4)
 def test_resumed_at_other_levels_the_losses_are_the_same(place):
     """What lies on disk does not say where it lived."""
     place.run("resident", checkpoint__every=0, **LAYERED)

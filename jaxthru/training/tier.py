@@ -210,6 +210,8 @@ class Tier:
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Frees what a failed save had written, and returns the error that says so."""
         self.newest = None
+        with contextlib.suppress(Exception):  # another thread may still write metadata there
+            self._orbax.wait_until_finished()
         if self.commits:
             with contextlib.suppress(Exception):
                 _remove(self._rubbish(step))

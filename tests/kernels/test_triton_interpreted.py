@@ -10,7 +10,7 @@ import pytest
 ATTENTION, LOSSES = "triton_interpreted.py", "triton_interpreted_losses.py"
 EXPERTS = "triton_interpreted_experts.py"
 
-pytestmark = pytest.mark.compiles_for("triton")
+pytestmark = [pytest.mark.compiles_for("triton"), pytest.mark.slow(minutes=0.15)]
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess:

@@ -193,6 +193,7 @@ def test_the_ring_hides_what_plain_collectives_show():
 
 
 @cuda
+@pytest.mark.slow(minutes=1.2)  # with the tests above
 def test_nothing_runs_beside_kernels_that_wait_for_peers(monkeypatch):
     """Where another axis has its collectives, these run in line: one beside a kernel may hold the
     multiprocessors that the kernel's peer waits for."""

@@ -70,7 +70,7 @@ def test_the_arithmetic_is_near_what_was_compiled(settings, compiled):
 
 
 @cuda
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.8)
 def test_qwen3_235b_fits_128_described_h200s():
     """All 94 layers, experts over eight GPUs of a host and the rest over sixteen hosts."""
     command = [sys.executable, "-m", "jaxthru.plan", "memory", "--config", "configs/qwen3_235b_a22b.py"]
@@ -88,7 +88,7 @@ def test_qwen3_235b_fits_128_described_h200s():
 
 
 @cuda
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.4)
 def test_a_part_of_the_tokens_moves_while_another_is_multiplied():
     """In the order that XLA gives a step of one layer on eight described H200s, forward and backward."""
     shape = "model.embed=1024", "model.heads=8", "model.head_dim=128", "model.layers=1", "train.rows=16"

@@ -21,6 +21,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from orbax.checkpoint._src.metadata import checkpoint as orbax_metadata
 from orbax.checkpoint._src.serialization import worker_memory_utils
 from processes import finish, start_processes
 
@@ -539,15 +540,26 @@ def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(tmp_path, caplog
 
 
 def test_a_failed_save_is_told_and_harms_nothing(tmp_path, monkeypatch):
+    failed = threading.Event()
+
     def full(directory):
+        failed.set()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def late(*of, update=orbax_metadata._MetadataStoreImpl.update, **said):
+        """As on busy cores: a thread of its own writes this, maybe when the save has failed already."""
+        failed.wait(10)
+        time.sleep(0.1)
+        update(*of, **said)
 
     with Checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
         checkpointer.save(10, make_state("unroll", seed=10), {"step": 10})
         checkpointer.wait()
         for surface in (checkpointer.wait, lambda: checkpointer.save(30, make_state("unroll"), {})):
+            failed.clear()
             with monkeypatch.context() as patch:
                 patch.setattr(orbax_settings, "write_checksums", full)
+                patch.setattr(orbax_metadata._MetadataStoreImpl, "update", late)
                 checkpointer.save(20, make_state("unroll"), {})
                 with pytest.raises(
                     CheckpointError, match=r"checkpoint 20 was not saved: .*No space"
@@ -697,14 +709,14 @@ with Checkpointer(Path(sys.argv[1]), CheckpointConfig(keep=2)) as checkpointer:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.3)
 def test_kills_at_random_moments(tmp_path):
     seed = random.randrange(1 << 30)
     print("seed", seed)
     moments = random.Random(seed)
     directory = tmp_path / "checkpoints"
     newest = within_a_save = 0
-    for _ in range(20):
+    for _ in range(10):
         process = subprocess.Popen(
             [sys.executable, "-c", SAVE_FOR_EVER, str(directory)],
             stdout=subprocess.PIPE,
@@ -720,8 +732,8 @@ def test_kills_at_random_moments(tmp_path):
         names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
         newest = max((int(name) for name in names if name.isdecimal()), default=0)
         within_a_save += any(checkpoint.TEMPORARY in name for name in names)
-    assert within_a_save >= 5
-    assert newest > 5
+    assert within_a_save >= 2
+    assert newest > 3
     assert not (tmp_path / "damaged").exists()
 
 

@@ -17,12 +17,9 @@ TOLERANCES = {
 change: processors differ in the order of their sums as these do. Where products are rounded to 3 or 7 bits,
 or a state to 7, a difference in float32's last bit sometimes becomes one of those."""
 
-FAST = (
-    "scan",
-    "muon",
-    "state int8",
-)
+FAST = ("scan",)
 SLOW = (
+    *("muon", "state int8"),
     *("rope scaling", "previous clipping", "wsd, no clipping", "muon, unroll, qk_norm", "state bfloat16"),
     *("state split_master_int8", "state stochastic_rounding", "fp8, unroll, 2 micro-batches", "bf16"),
     *("mesh (2,2,2)", "z-loss, 2 micro-batches", "offload parameters, names, half, tied, 2 micro-batches"),

@@ -171,7 +171,7 @@ def test_a_run_goes_on_where_tensorboard_cannot_be_written(tmp_path, monkeypatch
     monkeypatch.setattr(Path, "open", full)
     threads = threading.active_count()
     write_run(run, range(1, 100))  # more than any writer's queue holds
-    assert len(run.read_metrics()) == 99 and threading.active_count() == threads
+    assert len(run.read_metrics()) == 99 and threading.active_count() <= threads
     said = f"{run.tensorboard}: cannot be written (No space left on device); the run goes on without it"
     assert [record.getMessage() for record in caplog.records] == [said]
     monkeypatch.undo()

@@ -62,7 +62,7 @@ def expected(mix, tmp_path):
     ("count", "hosts", "packing", "online"),
     [
         (2, 1, "best_fit", True),
-        (4, 2, "split", False),
+        pytest.param(4, 2, "split", False, marks=pytest.mark.slow),
         pytest.param(4, 4, "best_fit", True, marks=pytest.mark.slow),
         pytest.param(4, 2, "best_fit", True, marks=pytest.mark.slow),
     ],

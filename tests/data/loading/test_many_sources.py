@@ -69,7 +69,7 @@ def test_thousands_of_sources_open_and_plan_in_a_second(tmp_path):
     planner = data.planner(((0, data.mixture),), seed=0, rows=64)
     took = time.process_time() - began
     print(f"{count} sources opened and planned in {took:.2f} s of CPU")
-    assert planner.end is None and took < 2.0  # 0.8 on a quiet machine
+    assert planner.end is None and took < 4.0  # 0.8 on a quiet machine
 
 
 def test_a_start_plans_once(tmp_path, monkeypatch):

@@ -232,7 +232,7 @@ def test_no_task_is_too_large_for_a_worker_that_is_busy(tmp_path, tokenizer):
         with concurrent.futures.ThreadPoolExecutor() as pool:
             chunks = np.arange(len(ids))
             asked = [pool.submit(workers.request, "books", split, chunks) for _ in range(3)]
-            waiting = concurrent.futures.wait(asked, timeout=10).not_done
+            waiting = concurrent.futures.wait(asked, timeout=60).not_done
             os.kill(workers._workers[0].process.pid, signal.SIGCONT)
         assert not waiting
         for tokens in asked:
@@ -276,7 +276,7 @@ def test_workers_that_are_started_end_though_others_cannot_be_started(source, to
         processes = [worker.process for worker in workers._workers]
         workers.expect({"books": 1.0})
     assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while threading.active_count() > threads and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() <= threads
@@ -406,10 +406,9 @@ time.sleep(60)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and /dev/shm")
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("hung", [False, True])
 def test_nothing_is_left_when_the_process_is_killed(source, tokenizer, tmp_path, hung):
-    before = set(Path("/dev/shm").iterdir())
     command = [sys.executable, "-c", PROGRAM, str(source[0]), str(tokenizer.path)]
     if hung:
         marks = f"import os, time, pathlib\nmark = pathlib.Path({str(tmp_path)!r}, f'hung-{{os.getpid()}}')\n"
@@ -422,14 +421,14 @@ def test_nothing_is_left_when_the_process_is_killed(source, tokenizer, tmp_path,
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     workers = [int(word) for word in process.stdout.readline().split()]
     assert len(workers) == 2 and all(Path(f"/proc/{pid}").exists() for pid in workers)
-    assert set(Path("/dev/shm").iterdir()) <= before
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (process.pid, *workers)]
+    assert not any("/dev/shm/" in mapped for mapped in maps), "what would stay there"
     process.kill()
     process.communicate()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
-    assert set(Path("/dev/shm").iterdir()) <= before
 
 
 @settings(deadline=None)

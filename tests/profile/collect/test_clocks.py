@@ -123,7 +123,7 @@ def test_nvml_is_asked_while_steps_run(monkeypatch):
     monkeypatch.setattr(clocks, "INTERVAL", 0.001)
     before = time.time_ns()
     with clocks.sampled([BUSES[0], "0000:ff:00.0"]) as samples:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not samples.devices["0"] and time.monotonic() < deadline:
             time.sleep(0.001)
     assert list(samples.devices) == ["0"]

@@ -127,13 +127,14 @@ def test_the_runtimes_peak_has_what_the_program_does_not(tmp_path, run, found):
     assert memory.peak_bytes == peak
 
 
+@pytest.mark.slow
 def test_profiling_changes_no_loss(place, run):
     place.run("plain", **PROFILED | {"profile__at": 0}, **LARGER)
     assert place.losses("plain") == place.losses("profiled")
     assert not (place.folder / "plain" / "profile").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.4)
 def test_several_devices(place):
     place.run("split", devices=4, mesh__fsdp=2, mesh__tensor=1, mesh__data=2, **PROFILED)
     found = ledger.read(place.folder / "split" / "profile" / str(AT) / "ledger.json")
@@ -146,7 +147,7 @@ def test_several_devices(place):
     assert found.seconds("exposed_communication") > 0 and found.seconds("unclassified") == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.3)
 def test_a_layered_step(place):
     layered = {"model__loop": "unroll", "remat__policy": "attention", "offload__level": "optimizer"}
     place.run("layered", **PROFILED, **layered)
@@ -174,7 +175,7 @@ def test_planted_causes_have_their_line(place, tmp_path, cause, line):
     assert found.seconds(line) > 2 * max(found.seconds(other) for other in IDLE if other != line)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.3)
 def test_two_processes_have_one_ledger(place, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import sys\nfrom jaxthru.train import main\nsys.exit(main())\n")
