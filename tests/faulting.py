@@ -166,7 +166,9 @@ class Run:
 def endings(count: int, seed: int, folder: Path, process_counts: list[int]) -> dict:
     """Ends runs `count` times; returns how many of each kind, seconds from a fault to the end of all, and
     what was wrong."""
-    import jaxthru.train  # noqa: F401 - before the first fork
+    import grain  # noqa: F401 - before the first fork, as the next
+
+    import jaxthru.train  # noqa: F401
 
     place = make_workplace(folder)
     mix = (folder / "mix.toml").read_text()
