@@ -79,9 +79,10 @@ def main(argv: list[str] | None = None) -> int:
     folder = tempfile.mkdtemp(prefix="jaxthru-faults-")  # no TemporaryDirectory: forked children would end it
     os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/compiled"
     began = time.monotonic()
-    try:
-        found = call(count, seed, Path(folder), arguments)
-    finally:
+    found = call(count, seed, Path(folder), arguments)
+    if found["wrong"]:
+        print(f"the runs are left in {folder}")
+    else:
         shutil.rmtree(folder, ignore_errors=True)
     found = {"benchmark": "faults", "what": arguments.what, "seed": seed, **found}
     found |= {"minutes": (time.monotonic() - began) / 60} | origin()

@@ -203,7 +203,7 @@ def _ended_runs(place: Workplace, seed: int, processes: int, count: int) -> tupl
     """Ends a run of so many processes `count` times and has it finish; returns the endings and what was
     wrong."""
     draw, ended, wrong = random.Random(f"{seed} {processes}"), [], []
-    steps = 10 + count * (STEPS_APART + 3)
+    steps = 40 + count * (STEPS_APART + 3)  # more than the endings take
     whole, run = (Run(place, f"{name}{processes}", processes, steps) for name in ("whole", "run"))
     if not whole.finished():
         return ended, [{"run": whole.name, "said": whole.tail()}]
