@@ -283,6 +283,8 @@ def _ending(draw: random.Random, run: Run) -> dict:
     if kind == "damaged checkpoint" and len(run.place.checkpoints(run.name)) > 1:
         newest = run.saved()
         told["damage"] = damage(draw, run.folder / f"checkpoints/{newest}")
+    elif kind == "damaged checkpoint":  # there is no older one
+        told["kind"] = "SIGKILL"
     return told
 
 
