@@ -3,19 +3,20 @@
 `endings`: runs of 1, 2 and 4 processes end at random moments, half of them within a save, by SIGKILL,
 SIGTERM, SIGSTOP, a disk that is full for one process, a damaged checkpoint or killed helpers of the data
 plane, and are started again until they have finished. Afterwards their losses and tokens are those of an
-undisturbed run (`==`), each step has one row, and no file is left that such a run has not. `checkpoints`: the
-newest of several, in the run directory and on a local disk, are cut, flipped or robbed of a file, and the
-newest whole one is to be found. `inputs`: bad
-configurations and mixes are refused in one line. Prints its seed, which makes the same cases again; ends with
-code 1 if anything was wrong.
+undisturbed run (`==`), each step has one row, and no file or process is left that such a run has not.
+`checkpoints`: the newest of several, in the run directory and on a local disk, are cut, flipped or robbed of
+a file, and the newest whole one is to be found. `inputs`: bad configurations and mixes are refused in one
+line. Prints its seed, which makes the same cases again; ends with code 1 if anything was wrong.
 """
 
 import argparse
 import json
 import os
+import shlex
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,13 @@ WHAT: dict[str, tuple[Callable, int]] = {
 """What can be broken: the function, and how often by default."""
 
 
+def origin() -> dict:
+    """Returns on what, of which commit and how this was found. It loads JAX: no fork comes after."""
+    import harness
+
+    return harness.provenance() | {"command": shlex.join(["python", *sys.argv]), "cores": os.cpu_count()}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -66,14 +74,18 @@ def main(argv: list[str] | None = None) -> int:
     print(f"seed {seed}, {count} {arguments.what}", flush=True)
     # Before JAX is imported: what is started here has the same.
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "data")]
+    folders = ("", "tests", "tests/data", "scripts/bench")
+    sys.path[:0] = [str(ROOT / name) for name in folders]
     folder = tempfile.mkdtemp(prefix="jaxthru-faults-")  # no TemporaryDirectory: forked children would end it
     os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/compiled"
-    try:
-        found = call(count, seed, Path(folder), arguments)
-    finally:
+    began = time.monotonic()
+    found = call(count, seed, Path(folder), arguments)
+    if found["wrong"]:
+        print(f"the runs are left in {folder}")
+    else:
         shutil.rmtree(folder, ignore_errors=True)
-    found = {"what": arguments.what, "seed": seed, **found}
+    found = {"benchmark": "faults", "what": arguments.what, "seed": seed, **found}
+    found |= {"minutes": (time.monotonic() - began) / 60} | origin()
     text = json.dumps(found, indent=1)
     print(text)
     if arguments.output:

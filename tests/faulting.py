@@ -1,11 +1,16 @@
 """Runs of several processes that end at random and are started again: for scripts/faults.py.
 
-Every process is forked from this one, which has imported all modules and used no device: it starts soon.
+Every process is forked from one that has imported all modules and used no device: it starts soon. Runs of
+different numbers of processes go on beside each other, for much of a case is waiting.
 """
 
 import atexit
 import collections
+import concurrent.futures
+import ctypes
+import functools
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -15,6 +20,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -22,10 +28,14 @@ from faulting_checkpoints import damage
 from processes import job
 from runs import Workplace, make_workplace
 
+PR_SET_PDEATHSIG = 1
+"""Linux's number of what ends a process with the one that forked it."""
 SOON = 30.0
 """Seconds from a fault to the end of all processes, at most."""
 STEPS_APART = 6
 KINDS = ("SIGKILL", "SIGTERM", "SIGSTOP", "full disk", "damaged checkpoint", "killed helpers")
+AHEAD = 12
+"""Steps after the loss of helpers: more than there are batches that they have made ahead."""
 CODES = {
     "SIGKILL": {-9, 160},
     "SIGTERM": {143},
@@ -35,7 +45,7 @@ CODES = {
     "killed helpers": {-9, 160},
 }
 """How processes may end after a fault. A killed helper is started again, or its processes go on without: some
-steps later they are killed."""
+steps later, with others made since, they are killed."""
 
 
 class Process:
@@ -50,6 +60,7 @@ class Process:
     def _become(self, argv: list[str], environment: dict[str, str]) -> None:
         code = 1
         try:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             os.setpgid(0, 0)
             output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             for descriptor in (1, 2):
@@ -87,8 +98,8 @@ class Run:
         self.folder, self.starts = place.folder / name, 0
         self.processes: list[Process] = []
 
-    def start(self) -> None:
-        settings = {"mesh__fsdp": self.count, "train__steps": self.steps, "checkpoint__every": 3}
+    def start(self, every: int = 3) -> None:
+        settings = {"mesh__fsdp": self.count, "train__steps": self.steps, "checkpoint__every": every}
         argv = self.place.command(self.name, **settings, checkpoint__keep=3)[3:]
         log = self.place.folder / f"{self.name}.{self.starts}"
         self.starts += 1
@@ -130,12 +141,21 @@ class Run:
             time.sleep(0.01)
         return all(process.poll() is not None for process in self.processes)
 
-    def helpers(self, process: Process) -> list[psutil.Process]:
-        with_lines = psutil.Process(process.pid).children(recursive=True)
-        return [each for each in with_lines if "jaxthru.data" in " ".join(each.cmdline())]
+    def finished(self) -> bool:
+        """Has the run go to its end, with few checkpoints; says whether it did, and else ends it."""
+        self.start(every=self.steps)
+        if self.ended(1800) and {process.code for process in self.processes} == {0}:
+            return True
+        self.kill()
+        return False
+
+    def helpers(self) -> list[psutil.Process]:
+        """Returns the data server and the token workers: one of the processes has started them for all."""
+        trees = [psutil.Process(process.pid).children(recursive=True) for process in self.processes]
+        return [each for tree in trees for each in tree if "jaxthru.data" in " ".join(each.cmdline())]
 
     def tail(self) -> list[str]:
-        return [process.log.read_text()[-1500:] for process in self.processes]
+        return [process.log.read_text()[-3000:] for process in self.processes]
 
     def kill(self) -> None:
         for process in self.processes:
@@ -144,46 +164,82 @@ class Run:
 
 
 def endings(count: int, seed: int, folder: Path, process_counts: list[int]) -> dict:
-    """Ends runs `count` times; returns counts, seconds from a fault to the end of all, and what was wrong."""
-    import jaxthru.train  # noqa: F401 - before the first fork
+    """Ends runs `count` times; returns how many of each kind, seconds from a fault to the end of all, and
+    what was wrong."""
+    import grain  # noqa: F401 - before the first fork, as the next
+
+    import jaxthru.train  # noqa: F401
 
     place = make_workplace(folder)
     mix = (folder / "mix.toml").read_text()
     (folder / "mix.toml").write_text(mix.replace("weight = 0.3\n", "weight = 0.3\nonline = true\n"))
-    draw, found = random.Random(seed), collections.Counter()
-    seconds, wrong = [], []
-    for number, processes in enumerate(process_counts):
-        share = count // len(process_counts) + (number < count % len(process_counts))
-        steps = 10 + share * (STEPS_APART + 3)
-        whole = Run(place, f"whole{processes}", processes, steps)
-        whole.start()
-        if not whole.ended(1800) or {each.code for each in whole.processes} != {0}:
-            wrong.append({"run": whole.name, "said": whole.tail()})
-            whole.kill()
-            continue
-        run = Run(place, f"run{processes}", processes, steps)
-        for _ in range(share):
-            ending = _ending(draw, run)
-            print(json.dumps(ending), flush=True)
-            found[ending["kind"]] += 1
-            found["within a save"] += ending["within a save"]
-            if ending["seconds"] is not None:
-                seconds.append(ending["seconds"])
-            if ending["wrong"]:
-                wrong.append({"processes": processes, **ending, "said": run.tail()})
-                run.kill()
-        run.start()
-        if not run.ended(1800) or {each.code for each in run.processes} != {0}:
-            wrong.append({"run": run.name, "said": run.tail()})
-            run.kill()
-            continue
-        wrong += compared(place, run, whole)
+    shares = [len(range(number, count, len(process_counts))) for number in range(len(process_counts))]
+    forked = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(len(shares), forked) as pool:
+        parts = list(pool.map(functools.partial(_ended_runs, place, seed), process_counts, shares))
+    ended = [each for part, _ in parts for each in part]
+    wrong = [each for _, others in parts for each in others] + _left_processes(folder)
     return {
-        "processes": process_counts,
-        "endings": dict(found),
-        "seconds": _quantiles(seconds),
+        "endings": len(ended),
+        "kinds": _counted(each["kind"] for each in ended),
+        "within a save": sum(each["within a save"] for each in ended),
+        "by processes": {
+            processes: _counted(each["kind"] for each in part)
+            | {"within a save": sum(each["within a save"] for each in part)}
+            for processes, (part, _) in zip(process_counts, parts, strict=True)
+        },
+        "seconds": _quantiles(ended),
+        "seconds by kind": {
+            kind: _quantiles([each for each in ended if each["kind"] == kind]) for kind in KINDS
+        },
+        "seconds by processes": {
+            processes: _quantiles(part) for processes, (part, _) in zip(process_counts, parts, strict=True)
+        },
         "wrong": wrong,
     }
+
+
+def _ended_runs(place: Workplace, seed: int, processes: int, count: int) -> tuple[list[dict], list[dict]]:
+    """Ends a run of so many processes `count` times and has it finish; returns the endings and what was
+    wrong."""
+    draw, ended, wrong = random.Random(f"{seed} {processes}"), [], []
+    steps = 40 + count * (STEPS_APART + 3)  # more than the endings take
+    whole, run = (Run(place, f"{name}{processes}", processes, steps) for name in ("whole", "run"))
+    if not whole.finished():
+        return ended, [{"run": whole.name, "said": whole.tail()}]
+    for _ in range(count):
+        ending = _ending(draw, run)
+        print(json.dumps(ending), flush=True)
+        ended.append(ending)
+        if ending["wrong"]:
+            wrong.append({**ending, "said": run.tail()})
+            run.kill()
+    if not run.finished():
+        return ended, [*wrong, {"run": run.name, "said": run.tail()}]
+    return ended, wrong + compared(place, run, whole)
+
+
+def _left_processes(folder: Path) -> list[dict]:
+    """Returns which helpers of the data plane have outlived the runs that they worked for."""
+    until = time.monotonic() + SOON
+    while left := [each for each in psutil.process_iter() if _of(each, folder)]:
+        if time.monotonic() > until:
+            return [{"wrong": "left running", "command": each.cmdline()} for each in left]
+        time.sleep(0.1)
+    return []
+
+
+def _of(process: psutil.Process, folder: Path) -> bool:
+    """Says whether a process is one that a run in this folder has started."""
+    try:
+        started = process.environ().get("JAX_COMPILATION_CACHE_DIR") == f"{folder}/compiled"
+        return started and "jaxthru.data" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _counted(kinds: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(collections.Counter(kinds).items()))
 
 
 def _ending(draw: random.Random, run: Run) -> dict:
@@ -196,18 +252,17 @@ def _ending(draw: random.Random, run: Run) -> dict:
     come = run.wait(lambda: run.step() >= begun + after)
     inside = come and within and run.wait(run.saving, 5)
     told |= {"step": run.step(), "within a save": bool(inside)}
-    if not come and all(each.code == 0 for each in run.processes):
-        return told | {"kind": "finished before"}
     if not come:
         return told | {"wrong": "ended before the fault"}
     process = run.processes[victim]
     if kind == "killed helpers":
-        helpers = run.helpers(process)
+        helpers = run.helpers()
         for each in helpers:
             each.kill()
         told["helpers"] = len(helpers)
         step = run.step()
-        run.wait(lambda: run.step() >= step + 3, 60)
+        if not helpers or not run.wait(lambda: run.step() >= step + AHEAD):
+            return told | {"wrong": "does not go on without its helpers" if helpers else "has no helpers"}
     since = time.monotonic()
     _break(kind, run, process)
     if kind == "SIGSTOP":
@@ -219,15 +274,17 @@ def _ending(draw: random.Random, run: Run) -> dict:
     if not run.ended(2 * SOON):
         return told | {"wrong": "does not end"}
     told |= {"seconds": time.monotonic() - since, "codes": [each.code for each in run.processes]}
-    if all(code == 0 for code in told["codes"]):
-        return told | {"kind": "finished before", "seconds": None}
     if told["seconds"] > SOON:
         told["wrong"] = "took too long"
     elif not set(told["codes"]) <= CODES[kind]:
         told["wrong"] = "other exit codes"
+    elif kind == "SIGTERM" and run.saved() != run.step():
+        told["wrong"] = f"{run.saved()} of {run.step()} steps are saved"
     if kind == "damaged checkpoint" and len(run.place.checkpoints(run.name)) > 1:
         newest = run.saved()
         told["damage"] = damage(draw, run.folder / f"checkpoints/{newest}")
+    elif kind == "damaged checkpoint":  # there is no older one
+        told["kind"] = "SIGKILL"
     return told
 
 
@@ -268,9 +325,10 @@ def compared(place: Workplace, run: Run, whole: Run) -> list[dict]:
     return wrong
 
 
-def _quantiles(seconds: list[float]) -> dict[str, float]:
-    if not seconds:
+def _quantiles(ended: list[dict]) -> dict[str, float]:
+    """Returns quantiles of the seconds from a fault to the end of all processes."""
+    ordered = sorted(each["seconds"] for each in ended if each["seconds"] is not None)
+    if not ordered:
         return {}
-    ordered = sorted(seconds)
-    last = ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))]
+    last = ordered[round(0.99 * (len(ordered) - 1))]
     return {"count": len(ordered), "p50": statistics.median(ordered), "p99": last, "most": ordered[-1]}

@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from processes import job
@@ -65,13 +66,20 @@ class Workplace:
         )
 
     def start_job(
-        self, run_dir: str, count: int, more: Sequence[dict] = (), **settings
+        self,
+        run_dir: str,
+        count: int,
+        more: Sequence[dict] = (),
+        programs: Mapping[int, Sequence[str]] = MappingProxyType({}),
+        **settings,
     ) -> list[subprocess.Popen]:
-        """Starts a run of several processes. more: further variables of each one's environment."""
+        """Starts a run of several processes. more: further variables of each one's environment. programs: by
+        process, the words that take the place of `python -m jaxthru.train`."""
         self._inode_before[run_dir] = inode(self.folder / run_dir / "metrics.jsonl")
+        command = self.command(run_dir, **settings)
         return [
             subprocess.Popen(
-                self.command(run_dir, **settings),
+                [*programs.get(index, command[:3]), *command[3:]],
                 env=self.environment() | said | dict(*more[index : index + 1]),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -1,9 +1,11 @@
 """Faults of one process of several: all end soon, with one exit code and a line that names its host."""
 
 import resource
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import pytest
@@ -148,6 +150,67 @@ def test_bad_input_of_one_process_is_said_by_all(place):
     outputs = ended(processes, time.monotonic() + 120)
     assert [process.returncode for process in processes] == [2, 2]
     assert all("model.vocabulary = 200: smaller than the tokenizer's 300" in said(each) for each in outputs)
+
+
+SHORT_OF_MEMORY = """
+import jax.numpy as jnp
+from jaxthru.train import start
+from jaxthru.training.step_timer import StepTimer
+
+left, dispatching = iter(range(5, -1, -1)), StepTimer.dispatching
+
+def short_of_memory(timer):
+    if not next(left):
+        {allocate}
+    dispatching(timer)
+
+StepTimer.dispatching = short_of_memory
+start()
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "allocate", "why"),
+    [
+        (1, 'jnp.zeros((1 << 20, 1 << 30), "int8")', "Out of memory allocating 1125899906842624 bytes; "),
+        (0, "bytearray(1 << 50)", "out of memory: the host, or a limit on this process "),
+    ],
+    ids=["device", "host"],
+)
+def test_one_process_that_is_out_of_memory_ends_all(place, tmp_path, victim, allocate, why):
+    (tmp_path / "short.py").write_text(SHORT_OF_MEMORY.format(allocate=allocate))
+    program, run = [sys.executable, str(tmp_path / "short.py")], f"short_{victim}"
+    processes = place.start_job(run, 2, programs={victim: program}, **ENDLESS)
+    place.wait_for_step(processes[0], run, 3)
+    outputs = ended(processes, time.monotonic())
+    assert [process.returncode for process in processes] == [1, 1], outputs
+    assert said(outputs[victim]).startswith(why)
+    assert said(outputs[1 - victim]) == f"process {victim} ({HOST}) {said(outputs[victim])}"
+    assert not any("Traceback" in output for output in outputs), outputs
+
+
+def test_a_damaged_record_of_one_process_ends_all(place, tmp_path):
+    """Each sees a disk of its own, as on two hosts: one finds another store where the other finds its."""
+    store, damaged = place.folder / "store", tmp_path / "store"
+    shutil.copytree(store, damaged)
+    (path,) = damaged.glob("python_stdlib-*/train-00000.tokens")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    mounted = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"']
+    mounted += [str(damaged), str(store)]
+    if subprocess.run([*mounted, "true"], capture_output=True).returncode:
+        pytest.skip("cannot mount for one process alone here")
+    train = [sys.executable, "-m", "jaxthru.train"]
+    processes = place.start_job("damaged", 2, programs={1: [*mounted, *train]}, **ENDLESS)
+    while "compiling the step" not in (line := processes[1].stdout.readline()):
+        assert line, "ended too early"
+    outputs = ended(processes, time.monotonic())
+    assert [process.returncode for process in processes] == [2, 2], outputs
+    assert said(outputs[1]).startswith(f"{store / path.relative_to(damaged)}: block 0 (bytes 0 to ")
+    assert " is damaged; " in said(outputs[1])
+    assert said(outputs[0]) == f"process 1 ({HOST}) {said(outputs[1])}"
+    assert not any("Traceback" in output for output in outputs), outputs
 
 
 def test_a_store_that_is_cut_while_it_is_read_is_named(place):
