@@ -6,6 +6,8 @@ experts are narrower; both at 32,768 tokens. Rates count the three products of e
 that for the backward pass; not the router, and nothing that is computed again. Routing is that of random
 tokens: near to even, not forced. `around` is what lies around the experts' products and SwiGLU, without
 them, forward and backward: router, sort, rows there and back; its pass `router` is the router alone.
+`by_token` is the layer, `around_by_token` what lies around its products, with rows that go there token by
+token.
 
 Predicted on an H200, of one layer forward and backward:
   qwen3_30b (7.42 TFLOP): products at 615 to 645 TFLOP/s forward and for rows, 600 to 625 for matrices:
@@ -55,6 +57,7 @@ SHAPES = {
     "cpu": Layer(64, 32, 16, 8, 2),
 }
 GROUPS, SHAPE = {"all": ("qwen3_30b", "wide"), "tiny": ("cpu",)}, "all"
+BY_TOKEN = "triton_by_token"
 PACE = Pace(warmup=3.0, timed=3.0, turn=0.3, calls=5)
 
 
@@ -94,6 +97,7 @@ def passes(shape: Layer, ops: Ops) -> Passes:
 def around(shape: Layer, ops: Ops) -> Passes:
     """Returns the router, forward and backward; and it with all else but the experts themselves."""
     routed, _ = stage_of(shape, ops, moe.Router)
+    how = {"implementation": ops.routing_by}
 
     def router(params, x, dy):
         def weights(params, x):
@@ -106,13 +110,13 @@ def around(shape: Layer, ops: Ops) -> Passes:
     def everything(params, x, dy):
         def there(params, x):
             made = routed(params, x)
-            order = sort_assignments(made.ids_NK, shape.experts)
-            return (dispatch(x, order, shape.top_k), dispatch_weights(made.weights_NK, order)), order
+            order = sort_assignments(made.ids_NK, shape.experts, **how)
+            return (dispatch(x, order, shape.top_k, **how), dispatch_weights(made.weights_NK, order)), order
 
         rows, pullback, order = jax.vjp(there, params["router"], x, has_aux=True)
         # The experts lie between, forward and backward.
         (rows, weights), dy = jax.lax.optimization_barrier((rows, dy))
-        y, pullback_back = jax.vjp(lambda rows: combine(rows, order, shape.tokens), rows)
+        y, pullback_back = jax.vjp(lambda rows: combine(rows, order, shape.tokens, **how), rows)
         y, dy = jax.lax.optimization_barrier((y, dy))
         (d_rows,) = jax.lax.optimization_barrier(pullback_back(dy))
         return y, pullback((d_rows, weights))
@@ -133,11 +137,16 @@ def workload(shape: Layer) -> Workload:
         return {"tflops": round(times[what] * shape.flops / seconds / 1e12, 4 if shape.tokens < 1000 else 1)}
 
     by = functools.partial(dataclasses.replace, ops)
+    contenders = {name: passes(shape, by(grouped_matmul_by=name)) for name in names}
+    contenders["around"] = around(shape, ops)
+    if jax.default_backend() == "gpu":
+        contenders["by_token"] = passes(shape, by(grouped_matmul_by=names[0], routing_by=BY_TOKEN))
+        contenders["around_by_token"] = around(shape, by(routing_by=BY_TOKEN))
     return Workload(
         (params_of(shape, ops), x, dy),
-        {name: passes(shape, by(grouped_matmul_by=name)) for name in names} | {"around": around(shape, ops)},
+        contenders,
         base=names[-1],
-        unlike=("around",),
+        unlike=("around", "around_by_token"),
         rates=rates,
         about={"sizes": shape._asdict()},
     )
