@@ -17,6 +17,7 @@ from jaxthru.build.memory_estimate import layout_of
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.models import fp8, moe
 from jaxthru.models.lora import LoraConfig
+from jaxthru.runtime import aot
 from jaxthru.runtime.errors import InputError
 from pallas_kernels.dispatch import Unsupported, assumed
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -183,6 +184,23 @@ def test_what_the_kernel_cannot_multiply_is_refused_on_a_gpu():
         jax.eval_shape(
             lambda x, w: fp8.grouped(x, w, sizes, None), x.astype("bfloat16"), w.astype("bfloat16")
         )
+
+
+@pytest.mark.slow
+@pytest.mark.compiles_for("cuda")
+def test_all_three_products_compile_for_hopper():
+    """Both in float8 and the sums, a kernel each, with what quantises around them."""
+    arrays = ((4096, 1024), "bfloat16"), ((8, 1024, 1536), "bfloat16"), ((8,), "int32")
+    x, w, sizes = (jax.ShapeDtypeStruct(*each) for each in arrays)
+
+    def both(x, w, sizes):
+        y, pullback = jax.vjp(lambda x, w: fp8.grouped(x, w, sizes, "mosaic_gpu"), x, w)
+        return y, pullback(y)
+
+    with assumed("gpu"):
+        lowered = aot.lower(jax.jit(both), x, w, sizes)
+    assert lowered.as_text().count("@mosaic_gpu_v2") == 3
+    aot.compile_for(lowered, aot.TARGETS["h200"])
 
 
 def test_the_account_of_auto_leaves_experts_out():

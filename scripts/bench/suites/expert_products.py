@@ -136,8 +136,8 @@ class Float8(Calls):
 
 
 class Layers(Timed):
-    """Whole layers, forward and backward; `shape_forward` is the forward pass alone. `shape / by_token` is the
-    rate over that with rows which go to their experts token by token: above 1 those are slower."""
+    """Whole layers, forward and backward; `shape_forward` is the forward pass alone. `shape / by_token` is
+    the rate over that with rows which go to their experts token by token: above 1 those are slower."""
 
     passes = (("", "both"), ("_forward", "forward"))
 
@@ -162,6 +162,16 @@ class Layers(Timed):
                 rates = tflops(forms, key)
                 found[name + more] = {"torch": max(rates.values())} if rates else {}
         return found
+
+
+class Float8Layers(Layers):
+    """Whole layers with experts in float8 beside bfloat16: `shape / float8` is the share of its time."""
+
+    def wanted(self, done):
+        return [Block("ours", 1, self.seconds)]
+
+    def refuses(self, setup):
+        return "its kernels are of Hopper" if setup.tiny else ""
 
 
 class TunedTiles(Calls):

@@ -7,7 +7,7 @@ import blocks
 import comparison
 import harness
 from suites.commits import InTurns
-from suites.expert_products import Calls, Float8, Layers, TunedTiles
+from suites.expert_products import Calls, Float8, Float8Layers, Layers, TunedTiles
 from suites.race import Race
 from suites.rows import AUTO, TINY, Bar, Block, Row, lines_of, rate
 
@@ -145,12 +145,22 @@ ROWS = {
         shapes="float8",
         seconds=170.0,
     ),
+    "float8_layer": Float8Layers(
+        "Mixtral's whole layer, forward and backward, 32,768 tokens: in float8 over in bfloat16",
+        bars=(Bar("mixtral / float8", 0.8, "{:.2f} of bfloat16's time", most=True),),
+        operation="experts",
+        shapes="float8",
+        part="layers",
+        seconds=100.0,
+        named=True,
+    ),
     "layers": Layers(
         "a whole layer, forward and backward, 32,768 tokens",
         bars=LAYERS,
         operation="experts",
         shapes="all",
         part="layers",
+        seconds=160.0,
     ),
     "olmoe": Whole("OLMoE-1B-7B whole, resident, rows of 4,096", "olmoe_1b_7b", bars=(rate(50_000, 55_000),)),
     "qwen3_12layer": Whole(
