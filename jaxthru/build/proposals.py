@@ -16,7 +16,7 @@ from jaxthru.build.step import needed_flops
 from jaxthru.config import RunConfig
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.models import family
-from jaxthru.models.remat import recomputed
+from jaxthru.models.remat import EXPERT_HIDDEN, recomputed
 from jaxthru.models.stage import Stage, distinct
 from jaxthru.optim.formats import FORMATS
 from jaxthru.runtime.errors import InputError
@@ -300,7 +300,10 @@ def _seconds(config: RunConfig, devices: int, gpu: bool) -> float:
         linear = (
             sum(layers.count(stage) * _float8_flops(stage, config) for stage in distinct(layers)) * tokens
         )
-        needed, again = needed - linear + linear / FLOAT8, again / FLOAT8
+        experts = ({EXPERT_HIDDEN: stage.matmul_flops.get(EXPERT_HIDDEN, 0)} for stage in layers)
+        left = sum(recomputed(each, config.remat.policy) for each in experts) * tokens
+        left *= not config.precision.float8_experts
+        needed, again = needed - linear + linear / FLOAT8, left + (again - left) / FLOAT8
     form = BY_PROGRAMS if config.offload.layered else SCANNED if gpu and config.model.loop == "scan" else 1.0
     return form * (needed + again) / devices / SUSTAINED
 

@@ -11,12 +11,14 @@ import test_expert_parallel as parallel
 import tiny
 
 from jaxthru import config as configuration
+from jaxthru.build import proposals
 from jaxthru.build.checks import validate
 from jaxthru.build.matmul_choice import account
 from jaxthru.build.memory_estimate import layout_of
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.models import fp8, moe
 from jaxthru.models.lora import LoraConfig
+from jaxthru.plan import demand
 from jaxthru.runtime import aot
 from jaxthru.runtime.errors import InputError
 from pallas_kernels.dispatch import Unsupported, assumed
@@ -214,3 +216,17 @@ def test_the_account_of_auto_leaves_experts_out():
     one, other = found(8), found(4)
     assert (one.compute, one.float8, one.quantising) == (other.compute, other.float8, other.quantising)
     assert 0 < one.float8 < one.compute < one.step
+
+
+def test_estimates_of_time_count_what_is_in_float8():
+    """Of the experts' three products two, and of a token's experts alone."""
+    ways = "compute", "fp8", "fp8_experts"
+    settings = "mesh.expert=1", "model.layers=2", "remat.policy=full", "model.loop=unroll"
+    configs = [
+        configuration.load("configs/mixtral_8x7b.py", [*settings, f"precision.matmul={way}"]) for way in ways
+    ]
+    compute, fp8_, experts = (proposals._seconds(config, 1, True) for config in configs)
+    assert 0 < experts < fp8_ < compute and fp8_ > 0.93 * compute  # attention is a small part
+    need = demand.demand(configs[0])
+    rates = [demand.rate_of("h200", "NVIDIA H200", need, way)[0] for way in ways]
+    assert rates == sorted(rates) and rates[2] > 1.2 * rates[1]
