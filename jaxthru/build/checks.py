@@ -178,12 +178,12 @@ def setting_behind(config: RunConfig, refusal: Unsupported) -> str:
 
 def left_wide(config: RunConfig) -> str:
     """Returns what to say of matrices that a setting of eight bits leaves as they are; empty without any."""
-    asked = float8_setting(config) or "lora.base = 'int8'" * (config.lora.on and config.lora.base == "int8")
-    left = asked and not config.precision.float8_experts and has_experts(config)
-    said = f"{asked}: experts stay in {config.precision.compute}"
-    return (
-        f"{said}; precision.matmul = 'fp8_experts' has them multiplied in float8, on Hopper" if left else ""
-    )
+    float8 = float8_setting(config)
+    asked = float8 or "lora.base = 'int8'" * (config.lora.on and config.lora.base == "int8")
+    if not asked or config.precision.float8_experts or not has_experts(config):
+        return ""
+    other = "; precision.matmul = 'fp8_experts' has them multiplied in float8, on Hopper" if float8 else ""
+    return f"{asked}: experts stay in {config.precision.compute}{other}"
 
 
 def has_experts(config: RunConfig) -> bool:
