@@ -66,7 +66,8 @@ def test_a_layer_takes_the_faster_form_of_each(suite, setup):
     fast, slow = rate(500.0, 450.0), rate(400.0, 350.0)
     fast["both"]["milliseconds"], slow["both"]["milliseconds"] = 16.0, 20.0
     rest = {"router": {"milliseconds": 1.0}, "around": {"milliseconds": 1.6}}
-    ours = {"qwen3_30b": {"mosaic_gpu": fast, "triton": slow, "around": rest, "sizes": {}}}
+    by_token = {"by_token": rate(510.0, 460.0), "around_by_token": {"around": {"milliseconds": 1.2}}}
+    ours = {"qwen3_30b": {"mosaic_gpu": fast, "triton": slow, "around": rest, "sizes": {}} | by_token}
     layers = {"gather": rate(240.0, 210.0), "scatter": {"failed": "…"}}
     found = row.found(
         setup, [block("ours", {"contenders": ours}), block("torch", {"layers": {"qwen3_30b": layers}})]
@@ -74,6 +75,7 @@ def test_a_layer_takes_the_faster_form_of_each(suite, setup):
     assert found["qwen3_30b"] == 450.0 and found["qwen3_30b_forward"] == 500.0
     assert found["qwen3_30b / torch"] == 450 / 210
     assert found["qwen3_30b_around"] == 0.1 and "qwen3_30b / around" not in found
+    assert found["qwen3_30b / by_token"] == 450 / 460 and found["qwen3_30b_around_by_token"] == 1.2 / 16
     assert [bar.met(found) for bar in row.bars] == [True, None, True]
 
 
@@ -132,7 +134,7 @@ def test_rows_take_the_tiles_that_were_found(suite, setup, bench):
         "--shape",
         "qwen3_30b",
     ]
-    table = suite.table_of(setup)
+    table = sys.modules["suites.expert_products"].table_of(setup)
     table.parent.mkdir()
     table.write_text("{}")
     assert suite.ROWS["layers"].command("ours", setup)[-2:] == ["--table", str(table)]

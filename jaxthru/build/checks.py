@@ -15,6 +15,7 @@ from jaxthru.runtime.mesh import make_mesh
 from jaxthru.runtime.sharding import Layout, check_divisible
 from pallas_kernels.adamw_8bit import PARTITIONED
 from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
+from pallas_kernels.grouped_matmul.float8 import OPERATION as GROUPED_FLOAT8
 
 log = logging.getLogger("jaxthru")
 FLOAT8 = "precision.matmul = 'fp8'"
@@ -32,9 +33,9 @@ def validate(
     shape, kernels = config.model, config.kernels
     layout = Layout(make_mesh(config.mesh, devices))
     require(
-        not (config.lora.on and config.lora.base == "int8" and config.precision.matmul == "fp8"),
-        "lora.base = 'int8': is multiplied in precision.compute, and precision.matmul is 'fp8'; choose "
-        "lora.base = 'fp8', or precision.matmul = 'compute'",
+        not (config.lora.on and config.lora.base == "int8" and config.precision.float8),
+        "lora.base = 'int8': is multiplied in precision.compute, and precision.matmul is "
+        f"{config.precision.matmul!r}; choose lora.base = 'fp8', or precision.matmul = 'compute'",
     )
     chain_of(config)  # refuses adapters that it has no place for
     check_sizes(config, layout)
@@ -177,11 +178,17 @@ def setting_behind(config: RunConfig, refusal: Unsupported) -> str:
 
 def left_wide(config: RunConfig) -> str:
     """Returns what to say of matrices that a setting of eight bits leaves as they are; empty without any."""
-    asked = float8_setting(config) or "lora.base = 'int8'" * (config.lora.on and config.lora.base == "int8")
-    stages = family.chain(config.model).stages
-    experts = asked and any(info.stack for stage in stages for info, _ in stage.matrices)
-    said = f"{asked}: experts stay in {config.precision.compute}; none are multiplied in eight bits yet"
-    return said if experts else ""
+    float8 = float8_setting(config)
+    asked = float8 or "lora.base = 'int8'" * (config.lora.on and config.lora.base == "int8")
+    if not asked or config.precision.float8_experts or not has_experts(config):
+        return ""
+    other = "; precision.matmul = 'fp8_experts' has them multiplied in float8, on Hopper" if float8 else ""
+    return f"{asked}: experts stay in {config.precision.compute}{other}"
+
+
+def has_experts(config: RunConfig) -> bool:
+    """Says whether a model has a mixture of experts in any of its blocks."""
+    return any(stage.mixture is not None for stage in family.chain(config.model).layers)
 
 
 def check_float8(device: jax.Device, setting: str = FLOAT8) -> None:
@@ -198,6 +205,15 @@ def check_float8(device: jax.Device, setting: str = FLOAT8) -> None:
 def check_float8_settings(config: RunConfig, layout: Layout) -> None:
     """Raises InputError, naming the setting, where one of a configuration in float8 rules that out."""
     which, chosen = f"with {float8_setting(config)}", config.kernels.collective_matmul
+    if config.precision.float8_experts:
+        asked, product = float8_setting(config), config.kernels.grouped_matmul
+        without = f"model.family = {config.model.family!r} has no experts"
+        require(has_experts(config), f"{asked}: {without}; choose 'fp8'")
+        names = ("auto", *GROUPED_FLOAT8.names)
+        require(
+            product in names,
+            f"kernels.grouped_matmul = {product!r}: {which} it is one of {', '.join(map(repr, names))}",
+        )
     require(
         chosen in ("auto", "none") or layout.size("heads") == 1,
         f"kernels.collective_matmul = {chosen!r}: {which} matmuls and collectives are apart; choose 'auto'",

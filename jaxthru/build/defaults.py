@@ -45,7 +45,8 @@ def float8_setting(config: RunConfig) -> str:
     """Returns the setting by which the blocks' linear layers are multiplied in float8; empty where they are
     not."""
     by_base = config.lora.on and config.lora.base == "fp8"
-    return "precision.matmul = 'fp8'" if config.precision.matmul == "fp8" else "lora.base = 'fp8'" * by_base
+    precision = config.precision
+    return f"precision.matmul = {precision.matmul!r}" if precision.float8 else "lora.base = 'fp8'" * by_base
 
 
 LAYERED = {"model.loop": "unroll", "remat.policy": "projections"}

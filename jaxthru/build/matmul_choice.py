@@ -2,8 +2,9 @@
 
 The account sets what a device saves in matmuls against what it reads and writes more to quantise, all by
 rates that an H200 was measured to keep up in steps (docs/results.md). Another GPU is given the same shares of
-its data sheet. What the account leaves out: collectives, which move float8 in the place of bfloat16, matmuls
-that rematerialisation makes again, and copies to the host that a faster step may have to wait for.
+its data sheet. Experts are no part of it, for they stay as they are. What it leaves out: collectives, which
+move float8 in the place of bfloat16, matmuls that rematerialisation makes again, and copies to the host that
+a faster step may have to wait for.
 """
 
 import dataclasses
@@ -85,10 +86,12 @@ def account(config: RunConfig, layout: Layout, kind: str) -> Account | None:
         times = train.microbatches * chain.layers.count(stage)
         made = parameters = 0
         for info, shape in stage.matrices:
+            if info.stack:  # experts, which are left as they are
+                continue
             inputs, outputs = (math.prod(shape[dim] for dim in dims) for dims in (info.inputs, info.outputs))
-            of_a_kind, size = math.prod(shape[dim] for dim in info.stack), (micro, inputs, outputs)
-            compute += times * of_a_kind * products(size, 2, COMPUTE * peak, bandwidth) / sides
-            float8 += times * of_a_kind * products(size, 1, FLOAT8 * 2 * peak, bandwidth) / sides
+            size = micro, inputs, outputs
+            compute += times * products(size, 2, COMPUTE * peak, bandwidth) / sides
+            float8 += times * products(size, 1, FLOAT8 * 2 * peak, bandwidth) / sides
             made, parameters = made + outputs, parameters + math.prod(shape)
         numbers = micro * (stage.kept.get("float8", made) + made)  # of inputs, and of outputs' gradients
         of_weights = weight_bytes(stored) * parameters / layout.size("embed")

@@ -18,7 +18,7 @@ from jaxthru.engine.memory_tally import shard_size
 from jaxthru.engine.model import LAYERS, split_stages
 from jaxthru.engine.walk import linearised_block
 from jaxthru.models.ops import Ops
-from jaxthru.models.remat import kept_bytes
+from jaxthru.models.remat import EXPERT_HIDDEN, kept_bytes
 from jaxthru.models.stage import Stage, distinct
 from jaxthru.runtime.sharding import Layout
 from pallas_kernels import dispatch
@@ -55,8 +55,8 @@ def without_triton(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """Returns a configuration that can be traced where there is no GPU, and notes: XLA's form of these
     operations takes as much memory or a little more."""
     kernels = config.kernels
-    named = [key for key in LOWERED_ON_A_GPU if getattr(kernels, key) == "triton"]
-    notes = tuple(f"planned with XLA's form in place of kernels.{key} = 'triton'" for key in named)
+    named = {key: by for key in LOWERED_ON_A_GPU if (by := getattr(kernels, key)).startswith("triton")}
+    notes = tuple(f"planned with XLA's form in place of kernels.{key} = {by!r}" for key, by in named.items())
     other = dataclasses.replace(kernels, **dict.fromkeys(named, "auto"))
     return dataclasses.replace(config, kernels=other), notes
 
@@ -173,7 +173,9 @@ class Sizes:
         put_off = stacked is not None or (dense and mesh.size > 1 and in_one_program)
         at_once = work + workspace if put_off else max(work, attention + workspace)
         stored = max(jax.tree.leaves(params), key=lambda leaf: leaf.size).dtype  # of a matrix
-        product = 1 if ops.float8 else item
+        # Experts are gathered as they are computed in, also where they are multiplied in float8.
+        mixtures = any(stage.mixture for stage in chain.layers)
+        product = 1 if ops.float8 and not mixtures else item
         cast = mesh.shape["fsdp"] > 1 or stored.itemsize != product
         gathered = product * sum(all_layers) * mesh.shape["fsdp"] // len(chain.layers) if cast else 0
         in_all = sum(kept)
@@ -209,6 +211,9 @@ def _work(stage: Stage, ops: Ops, tokens: int, stream: int, layer: int) -> int:
     # Rows of one part of the tokens are there at once. All parts have their tokens gathered, and the
     # gradients of these; and each has gradients of the experts' weights.
     moved = (parts > 1) * (2 * split * stream + (parts - 1) * layer)
+    if ops.float8_experts:  # all matrices once more in eight bits, and the rows of one product
+        hidden = tokens * stage.mixture.rows(experts) * stage.kept[EXPERT_HIDDEN]
+        moved += layer // ops.compute.itemsize + hidden / parts
     return round(WORK * tokens * of(rows=0) + ROW_WORK * tokens * by_row / parts + moved)
 
 

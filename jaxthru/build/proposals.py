@@ -16,8 +16,8 @@ from jaxthru.build.step import needed_flops
 from jaxthru.config import RunConfig
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.models import family
-from jaxthru.models.remat import recomputed
-from jaxthru.models.stage import distinct
+from jaxthru.models.remat import EXPERT_HIDDEN, recomputed
+from jaxthru.models.stage import Stage, distinct
 from jaxthru.optim.formats import FORMATS
 from jaxthru.runtime.errors import InputError
 
@@ -297,12 +297,22 @@ def _seconds(config: RunConfig, devices: int, gpu: bool) -> float:
     layers = family.chain(config.model).layers
     again = sum(recomputed(stage.matmul_flops, config.remat.policy) for stage in layers) * tokens
     if float8_setting(config):
-        parameters = sum(
-            layers.count(stage) * math.prod(shape)
-            for stage in distinct(layers)
-            for _, shape in stage.matrices
+        linear = (
+            sum(layers.count(stage) * _float8_flops(stage, config) for stage in distinct(layers)) * tokens
         )
-        linear = (4 if config.lora.on else 6) * parameters * tokens  # no gradients of a frozen base
-        needed, again = needed - linear + linear / FLOAT8, again / FLOAT8
+        experts = ({EXPERT_HIDDEN: stage.matmul_flops.get(EXPERT_HIDDEN, 0)} for stage in layers)
+        left = sum(recomputed(each, config.remat.policy) for each in experts) * tokens
+        left *= not config.precision.float8_experts
+        needed, again = needed - linear + linear / FLOAT8, left + (again - left) / FLOAT8
     form = BY_PROGRAMS if config.offload.layered else SCANNED if gpu and config.model.loop == "scan" else 1.0
     return form * (needed + again) / devices / SUSTAINED
+
+
+def _float8_flops(stage: Stage, config: RunConfig) -> float:
+    """Returns the FLOPs per token of a stage's matrices that a setting of float8 is about."""
+    plain = sum(math.prod(shape) for info, shape in stage.matrices if not info.stack)
+    found = (4.0 if config.lora.on else 6.0) * plain  # no gradients of a frozen base
+    if stage.mixture and config.precision.float8_experts:  # but for the gradients of their matrices
+        of_all = sum(math.prod(shape) for info, shape in stage.matrices if info.stack)
+        found += 4.0 * of_all * stage.mixture.top_k / stage.mixture.experts
+    return found

@@ -92,7 +92,8 @@ def bound(
     experts: tuple[str | None, str | None] | None = None,
 ) -> Model:
     """Returns the model of a configuration on a layout. attention: implementation, or `auto`. norm, experts:
-    in the place of the configuration's; of experts the grouped matmul and their activation."""
+    in the place of the configuration's; of experts the grouped matmul and their activation. Those of experts
+    are given by plans, which are for GPUs."""
     config = plain(config)
     product, activation = experts or map(config.kernels.named, ("grouped_matmul", "weighted_swiglu"))
     ops = Ops(
@@ -100,6 +101,7 @@ def bound(
         jnp.dtype(config.precision.compute),
         attention,
         float8=bool(float8_setting(config)),
+        float8_experts=config.precision.float8_experts,
         collective_matmul_by=config.kernels.collective_matmul,
         linear_cross_entropy_by=config.kernels.named("linear_cross_entropy"),
         rms_norm_by=norm or config.kernels.named("rms_norm"),
@@ -109,6 +111,7 @@ def bound(
         copies=config.mesh.copies,
         expert_chunks=config.mesh.expert_chunks,
         keep_parameters=config.remat.keep_parameters,
+        for_gpu=experts is not None,
     )
     return Model(chain_of(config), ops, config.remat.policy, config.model.loop)
 

@@ -37,8 +37,8 @@ class GenerationOps(Ops):
         of all rows, and a row's text then depend on the others'. Tokens are too few for kernels that move
         them while they multiply, and for norms of their own."""
         fields = {field.name: getattr(ops, field.name) for field in dataclasses.fields(ops)}
-        other = {"float8": False, "collective_matmul_by": "none", "copies": False, "keep_parameters": False}
-        other |= {"rms_norm_by": PARTITIONED}
+        other = {"float8": False, "float8_experts": False, "collective_matmul_by": "none", "copies": False}
+        other |= {"keep_parameters": False, "rms_norm_by": PARTITIONED}
         return cls(**fields | other)
 
     def embed(self, table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:

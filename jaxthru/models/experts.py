@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from jaxthru.models import fp8
 from jaxthru.models.ops import Ops
 from jaxthru.models.remat import EXPERT_HIDDEN, ROUTING, remat
 from jaxthru.models.scopes import COMBINE, DISPATCH, EXPERTS
@@ -155,7 +156,8 @@ def _multiplied(ops: Ops, x_ND, weights_NK, order: Order, gate_up, down) -> jax.
     with jax.named_scope(DISPATCH):
         x_RD = dispatch(x_ND, order, weights_NK.shape[1], implementation=ops.routing_by)
         weights_R = dispatch_weights(weights_NK, order)
-    multiply = functools.partial(grouped_matmul, sizes_E=order.sizes_E, implementation=ops.grouped_matmul_by)
+    product = fp8.grouped if ops.float8_experts else grouped_matmul
+    multiply = functools.partial(product, sizes_E=order.sizes_E, implementation=ops.grouped_matmul_by)
     with jax.named_scope(EXPERTS):
         gate_up_R2M = multiply(x_RD, gate_up.reshape(own, -1, 2 * width)).reshape(-1, 2, width)
         gate_up_R2M = checkpoint_name(gate_up_R2M, EXPERT_HIDDEN)

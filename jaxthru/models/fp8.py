@@ -6,7 +6,7 @@ result is multiplied by one scalar, which is the form that XLA turns into a cuBL
 scale inside. Flax's `fp8_ops` multiplies operands that were quantised and widened again, which XLA may undo,
 and needs a history; qwix quantises each gradient twice and an input once for every weight it meets.
 
-Shapes: R rows × tokens, I input and O output of a linear layer.
+Shapes: R rows × tokens, I input and O output of a linear layer, E experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +20,8 @@ from jaxthru.models.fan_out import added
 from jaxthru.models.quantised import Quantised
 from jaxthru.models.remat import FLOAT8
 from jaxthru.runtime.sharding import Axes, Layout
+from pallas_kernels.grouped_matmul import grouped_outer
+from pallas_kernels.grouped_matmul.float8 import grouped_matmul_float8
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 FORWARD_SUMS, BACKWARD_SUMS = lax.Precision.DEFAULT, lax.Precision.HIGHEST
@@ -34,14 +36,19 @@ KEPT_NAME = FLOAT8
 """What rematerialisation policies call quantised inputs, and the magnitudes that weights are scaled by."""
 
 
-def quantise(x: jax.Array, dtype: jnp.dtype) -> Quantised:
-    """Returns a tensor in a float8 dtype under one scale.
+def quantise(x: jax.Array, dtype: jnp.dtype, rows: jax.Array | None = None) -> Quantised:
+    """Returns a tensor in a float8 dtype under one scale. rows: how many of the first make the scale, where
+    others may hold anything; None is all.
 
     The scale is a power of two: multiplying by it is exact in any float type, so only the cast rounds.
     Nothing that is not finite gets lost in a saturating cast: an infinity makes the scale NaN, and a NaN,
     which a device's maximum may pass over, is still one in float8.
     """
-    amax = checkpoint_name(jnp.max(jnp.abs(x)).astype(jnp.float32), KEPT_NAME)
+    magnitudes = jnp.abs(x)
+    if rows is not None:
+        counts_R = jnp.arange(len(x), dtype=jnp.int32) < rows
+        magnitudes = jnp.where(counts_R[:, None], magnitudes, 0)
+    amax = checkpoint_name(jnp.max(magnitudes).astype(jnp.float32), KEPT_NAME)
     largest = float(jnp.finfo(dtype).max) / jnp.maximum(amax, SMALLEST)
     # Clearing the mantissa rounds down to a power of two; an exp2 is not exact on every device.
     bits = lax.bitcast_convert_type(largest, jnp.uint32) & jnp.uint32(0x7F800000)
@@ -127,3 +134,43 @@ def project(
 
     run.defvjp(forward, backward)
     return run(x_RI, list(weights))
+
+
+def grouped(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, implementation: str | None) -> jax.Array:
+    """Returns each row times the matrix of its group, as `grouped_matmul` does: [R, O] in x's dtype, by
+    float8 products forward and for the gradient of the rows.
+
+    Rows and their gradients have one scale, each matrix has its own. Arrays are as they lie on one device, so
+    that scales are of its own rows. The gradient of the matrices is made of what was not quantised: it
+    contracts rows, of which Hopper's tensor cores would need transposed copies. So x is kept as it is, and in
+    eight bits are the matrices.
+
+    Args:
+      w_EIO: of x's dtype. sizes_E: rows of each group.
+      implementation: of `pallas_kernels.grouped_matmul`; None takes the first that can run.
+
+    Raises:
+      dispatch.Unsupported: no kernel can multiply these in float8 here.
+    """
+    how = {"implementation": implementation}
+
+    def forward(x_RI, w_EIO, sizes_E):
+        x8 = quantise(x_RI, FORWARD, jnp.sum(sizes_E))
+        w8 = jax.vmap(lambda matrix_IO: quantise(matrix_IO, FORWARD))(w_EIO)
+        turned_EOI, scales_E = w8.values.swapaxes(1, 2), x8.scale * w8.scale
+        y_RO = grouped_matmul_float8(x8.values, turned_EOI, scales_E, sizes_E, x_RI.dtype, exact=False, **how)
+        return y_RO, (x_RI, w8, sizes_E)
+
+    def backward(kept, dy_RO):
+        x_RI, w8, sizes_E = kept
+        dy8 = quantise(dy_RO, BACKWARD, jnp.sum(sizes_E))
+        operands = dy8.values, w8.values, dy8.scale * w8.scale, sizes_E
+        dx_RI = grouped_matmul_float8(*operands, x_RI.dtype, exact=True, **how)
+        return dx_RI, grouped_outer(x_RI, dy_RO, sizes_E, **how), None
+
+    @jax.custom_vjp
+    def run(x_RI, w_EIO, sizes_E):
+        return forward(x_RI, w_EIO, sizes_E)[0]
+
+    run.defvjp(forward, backward)
+    return run(x_RI, w_EIO, sizes_E)

@@ -25,13 +25,24 @@ from pallas_kernels.rms_norm import PARTITIONED, rms_norm, rms_norm_residual, rm
 class PrecisionConfig:
     """parameters: type of the master weights. compute: type of activations, matmul operands and logits; the
     loss is made of these in float32. matmul: `compute` multiplies in the compute type, `fp8` multiplies the
-    blocks' linear layers in float8 (arXiv:2209.05433), but never the embedding or the LM head; `auto` takes
-    `fp8` where a step gains by it (build/matmul_choice.py), on a CPU `compute`. A run keeps what was taken,
-    wherever it goes on."""
+    blocks' linear layers in float8 (arXiv:2209.05433), but never the embedding or the LM head, and no
+    experts; `fp8_experts` those of a mixture too, all but the gradients of their weights, on Hopper; `auto`
+    takes `fp8` where a step gains by it (build/matmul_choice.py), on a CPU `compute`. A run keeps what was
+    taken, wherever it goes on."""
 
     parameters: Literal["float32"] = "float32"
     compute: Literal["bfloat16", "float32"] = "bfloat16"
-    matmul: Literal["auto", "compute", "fp8"] = "compute"
+    matmul: Literal["auto", "compute", "fp8", "fp8_experts"] = "compute"
+
+    @property
+    def float8(self) -> bool:
+        """Whether the blocks' linear layers are multiplied in float8."""
+        return self.matmul in ("fp8", "fp8_experts")
+
+    @property
+    def float8_experts(self) -> bool:
+        """Whether experts are, too."""
+        return self.matmul == "fp8_experts"
 
 
 class Weight(nnx.Param):

@@ -38,18 +38,20 @@ from pallas_kernels.rms_norm import PARTITIONED
 @dataclasses.dataclass(frozen=True)
 class Ops:
     """compute: the dtype of activations and matmul operands. attention_by: an implementation of
-    `pallas_kernels.attention`, or `auto`. float8: multiply linear layers in float8. collective_matmul_by: an
-    implementation of `pallas_kernels.collective_matmul`, `auto`, or `none`, see `collective`.
-    linear_cross_entropy_by, rms_norm_by, grouped_matmul_by, routing_by, weighted_swiglu_by: an
+    `pallas_kernels.attention`, or `auto`. float8: multiply linear layers in float8; float8_experts: experts
+    too. collective_matmul_by: an implementation of `pallas_kernels.collective_matmul`, `auto`, or `none`, see
+    `collective`. linear_cross_entropy_by, rms_norm_by, grouped_matmul_by, routing_by, weighted_swiglu_by: an
     implementation, None takes the first that can run, see `norm_by`. expert_chunks: see `MeshConfig`.
     policy: of rematerialisation, see `Model`. copies: gather parameters over `fsdp`, and scatter their
     gradients, by `runtime.copies`. keep_parameters: have them kept for the backward pass, see `RematConfig`.
-    adapters: `lora.Adapters` of the block that is being applied."""
+    for_gpu: planned for GPUs that are not here. adapters: `lora.Adapters` of the block that is being
+    applied."""
 
     layout: Layout
     compute: jnp.dtype
     attention_by: str = "auto"
     float8: bool = False
+    float8_experts: bool = False
     collective_matmul_by: str = "auto"
     linear_cross_entropy_by: str | None = None
     rms_norm_by: str | None = None
@@ -60,6 +62,7 @@ class Ops:
     policy: str = "none"
     copies: bool = False
     keep_parameters: bool = False
+    for_gpu: bool = False
     adapters: Any = None
 
     @property

@@ -54,7 +54,7 @@ class Router(nnx.Module):
         counted of it."""
         ops, valid_BT = context.ops, context.valid
         valid_N = ops.constrain(valid_BT.reshape(-1), "tokens")
-        logits_NE = ops.constrain(router_matmul(x_ND, self.weight[...]), "tokens", None)
+        logits_NE = ops.constrain(router_matmul(x_ND, self.weight[...], ops.for_gpu), "tokens", None)
         bias_E = self.bias[...] if self.biased else None
         routing = routed(ops, logits_NE, valid_N, bias_E, **self.rule)
         aux, z = self.losses

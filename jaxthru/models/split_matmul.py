@@ -18,12 +18,13 @@ from pallas_kernels.dot import dot
 BFLOAT16 = {"exponent_bits": 8, "mantissa_bits": 7}
 
 
-def router_matmul(x_ND: jax.Array, weight_DE: jax.Array) -> jax.Array:
+def router_matmul(x_ND: jax.Array, weight_DE: jax.Array, for_gpu: bool = False) -> jax.Array:
     """Returns x · weight, [N, E] float32: by `split_matmul` where that is the faster, on GPUs.
 
     For the backward pass x is kept as it is, not as float32. x_ND: bfloat16 or float32. weight_DE: float32.
+    for_gpu: also where there is none, in a plan.
     """
-    if resolve_platform() == "gpu" and x_ND.dtype == jnp.bfloat16:
+    if (for_gpu or resolve_platform() == "gpu") and x_ND.dtype == jnp.bfloat16:
         return split_matmul(x_ND, weight_DE)
     return _float32_matmul(x_ND, weight_DE)
 

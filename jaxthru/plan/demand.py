@@ -46,7 +46,8 @@ class Demand:
     of a token}. steps: of the run.
 
     mixture: of experts, None without; mixtures: layers that have one. kept_rows: of `kept`, what lies by row
-    of an expert. room: bytes of a token's rows in one layer."""
+    of an expert. room: bytes of a token's rows in one layer. chunks: parts in which a layer's tokens go to
+    experts on other devices."""
 
     rows: int
     sequence: int
@@ -65,6 +66,7 @@ class Demand:
     mixtures: int = 0
     kept_rows: dict[str, float] = dataclasses.field(default_factory=dict)
     room: float = 0.0
+    chunks: int = 1
 
     @property
     def expert_parameters(self) -> float:
@@ -95,14 +97,17 @@ SUSTAINED = {("h200", "compute"): 690e12, ("h200", "fp8"): 1293e12}
 def rate_of(device: str, kind: str, need: Demand, matmul: str) -> tuple[float, str]:
     """Returns the FLOP/s that a device holds in this model's products, and where that is from. device: of
     `aot.TARGETS`. kind: the device's own name. matmul: `precision.matmul`; float8 is for the blocks alone,
-    and not for their experts."""
+    and for their experts where it says so, but for the gradients of these."""
     peak = data_sheet_flops(kind)
     known = {way: SUSTAINED.get((device, way)) for way in ("compute", "fp8")}
     plain_rate, fast = known["compute"] or peak, known["fp8"] or 2 * peak
     said = "sustained in products, measured" if known["compute"] else DATA_SHEET
-    if matmul != "fp8":
+    if matmul not in ("fp8", "fp8_experts"):
         return plain_rate, said
-    blocks = 6 * need.multiplied(experts=False) * need.tokens / need.flops
+    flops = 6 * need.multiplied(experts=False)
+    if matmul == "fp8_experts":
+        flops += 4 * (need.multiplied() - need.multiplied(experts=False))
+    blocks = flops * need.tokens / need.flops
     return 1 / (blocks / fast + (1 - blocks) / plain_rate), f"{said}; the blocks' matrices in float8"
 
 
@@ -154,6 +159,7 @@ def demand(config: RunConfig) -> Demand:
             for policy in known.kept
         },
         room=max((kept_bytes(each, "none", item) for each, _ in of_rows), default=0),
+        chunks=config.mesh.expert_chunks,
     )
 
 

@@ -138,6 +138,10 @@ class Meshes(NamedTuple):
         """Returns the tokens of a micro-batch on each group of `tensor`."""
         return need.tokens / (self.data * self.fsdp * self.expert * self.parts)
 
+    def chunks(self, need: Demand) -> np.ndarray:
+        """Returns the parts in which a layer's tokens go to experts, of which other devices have a part."""
+        return np.where(self.expert * self.tensor > 1, need.chunks, 1)
+
     def share(self, experts: float, others: float) -> np.ndarray:
         """Returns a device's part over `expert` and `tensor` of so many numbers of experts, and others."""
         return (experts / self.expert + others) / self.tensor
@@ -147,10 +151,10 @@ def walls_of(need: Demand, cluster: Cluster, meshes: Meshes, again: np.ndarray) 
     """Returns seconds [meshes] of a step by wall. again: FLOPs of a token that are computed a second time."""
     data, fsdp, expert, tensor, parts = meshes
     devices = data * fsdp * expert * tensor
-    at_once, experts = meshes.tokens(need), need.expert_parameters
+    at_once, experts, chunks = meshes.tokens(need), need.expert_parameters, meshes.chunks(need)
     compute = (need.flops + again * need.tokens) / (devices * cluster.rate)
     passes = parts * (3 + again * need.tokens / need.flops)  # forward, and backward twice
-    read = sum(_read(need, matrix, at_once, tensor, expert) for matrix in need.matrices) * passes
+    read = sum(_read(need, matrix, at_once, tensor, expert, chunks) for matrix in need.matrices) * passes
     updated = 2 * need.state * meshes.share(experts, need.parameters - experts) / fsdp
     slow = cluster.contention.get(int(devices.flat[0]), 1.0)
     links = Links(dataclasses.replace(cluster, network=cluster.network / slow))
@@ -168,7 +172,7 @@ def walls_of(need: Demand, cluster: Cluster, meshes: Meshes, again: np.ndarray) 
     nvlink, network = split + gathered + reduced
     serial = layers * layer_latency(cluster, tensor)
     rings = 3 * layers * links.ring(fsdp, inner) + 2 * links.ring(data, fsdp * inner)
-    rings = rings + np.where(expert > 1, 4 * mixtures * links.ring(inner, 1), 0.0)
+    rings = rings + np.where(expert > 1, 4 * mixtures * chunks * links.ring(inner, 1), 0.0)
     return {
         "compute": compute,
         "HBM": (read + updated) / cluster.bandwidth,
@@ -292,7 +296,7 @@ def changes(need: Demand, cluster: Cluster, most: int = MOST) -> list[Change]:
 
 def _held(need: Demand, meshes: Meshes, policies: Sequence[str]) -> np.ndarray:
     """Returns bytes on a device: state and float32 gradients, two layers' weights as matmuls take them, what
-    is kept of a micro-batch, and a layer's rows of experts, for which there is room as `Mixture.rows` has it.
+    is kept of a micro-batch, and a layer's rows of experts, those of a chunk, as `Mixture.rows` has room.
     policies: of remat, one a mesh."""
     experts, tensor = need.expert_parameters, meshes.tensor
     kept, rows = (np.array([of.get(policy, 0) for policy in policies]) for of in (need.kept, need.kept_rows))
@@ -300,16 +304,17 @@ def _held(need: Demand, meshes: Meshes, policies: Sequence[str]) -> np.ndarray:
     more = np.array([room(int(devices)) for devices in meshes.expert])
     held = (need.state + 4) * meshes.share(experts, need.parameters - experts) / meshes.fsdp
     held = held + 2 * need.item * meshes.share(experts, need.blocks - experts) / need.layers
-    kept = kept + (more - 1) * rows + more * need.room
+    kept = kept + (more - 1) * rows + more * need.room / meshes.chunks(need)
     return held + meshes.tokens(need) * (kept + need.layers * need.width * need.item) / tensor
 
 
-def _read(need: Demand, matrix: Matrix, tokens, tensor, expert=1) -> np.ndarray:
+def _read(need: Demand, matrix: Matrix, tokens, tensor, expert=1, chunks=1) -> np.ndarray:
     """Returns bytes that one pass of a matrix, of each expert that a device has if there are several, moves
-    between memory and the tensor units. tokens: of each device along `expert`."""
+    between memory and the tensor units. tokens: of each device along `expert`, which go to experts in so many
+    chunks."""
     inputs, outputs = matrix.inputs, matrix.outputs
     ins = inputs / tensor if matrix.split == "inputs" else inputs
     outs = outputs / tensor if matrix.split == "outputs" else outputs
     rows = tokens * matrix.top_k
-    own = matrix.experts / expert if matrix.experts > 1 else 1
+    own = matrix.experts / expert * chunks if matrix.experts > 1 else 1
     return need.item * (rows * (ins + outs) + np.minimum(rows, own) * ins * outs)

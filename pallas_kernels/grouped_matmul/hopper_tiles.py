@@ -166,10 +166,12 @@ def predict(problem: Problem, tiles: Tiles, sms: int = SMS) -> float:
 
 
 def candidates(problem: Problem) -> list[Tiles]:
-    """Returns the tiles to measure for a shape: the largest, else all that fit, with as many stages as there
-    is room for; the first stored late, in pairs, and both. In float8 pairs share w too, which was slower in
-    bfloat16, whose operands are twice as long on their way to be multiplied."""
+    """Returns the tiles to measure for a shape, none where none fit: the largest, else all that fit, with as
+    many stages as there is room for; the first stored late, in pairs, and both. In float8 pairs share w too,
+    which was slower in bfloat16, whose operands are twice as long on their way to be multiplied."""
     fitting = Tiles.fitting(problem.check)
+    if not fitting:
+        return []
     sizes = [tiles for tiles in fitting if tiles.m * tiles.n == LARGEST] or fitting
     pairs = [{"cluster": 2}, {"cluster": 2, "late": True}]
     shared = [{"shares_w": True} | pair for pair in pairs] if problem.float8 else []

@@ -10,9 +10,9 @@ no expert's: such assignments come last, and what lies there nobody reads.
     ... grouped_matmul(x_RD, w, order.sizes_E), weighted by dispatch_weights(routing.weights_NK, order) ...
     y_ND = combine(y_RD, order, N)
 
-`dispatch` and `combine` are each other's gradient, both of them gathers: nothing is added up by atomics, so
-results repeat to the bit. Every function takes arrays as they lie on one device; within `jax.shard_map` each
-device routes and sorts its own.
+`dispatch` and `combine` are each other's gradient. Each row is written once and nothing is added up by
+atomics, so results repeat to the bit. Every function takes arrays as they lie on one device; within
+`jax.shard_map` each device routes and sorts its own.
 """
 
 import functools
@@ -42,6 +42,7 @@ OPERATION = Operation(
     __name__,
     {
         "triton": Implementation(takes=("platform",)),
+        "triton_by_token": Implementation(takes=("platform",)),
         "xla": Implementation(),
         "reference": Implementation(),
     },

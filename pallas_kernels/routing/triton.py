@@ -158,17 +158,25 @@ _sorted.defvjp(lambda ids_NK, experts: (_sorted(ids_NK, experts), None), lambda 
 def dispatch(x_ND, order, *, top_k: int, platform: str) -> jax.Array:
     """Returns [R, D]; see `dispatch` of the package. Raises Unsupported: no GPU, or NVIDIA's before compute
     capability 8.0; jax-triton is not installed; or none of bfloat16, float16 and float32."""
-    return _move("dispatch", x_ND, order.order_R, order, len(order.order_R), top_k, platform)
+    rows = len(order.order_R)
+    return _move("dispatch", x_ND, order.order_R, order, (rows, rows), top_k, platform)
 
 
 def combine(y_RD, order, *, platform: str) -> jax.Array:
     """Returns [N, D]; see `combine` of the package. Raises Unsupported as `dispatch`."""
+    return move_by_token("combine", y_RD, order, len(order.inverse_NK), platform)
+
+
+def move_by_token(kernel: str, x, order, results: int, platform: str) -> jax.Array:
+    """Returns [results, D] of a kernel that takes a block of tokens at a time, with where their rows are."""
     N, K = order.inverse_NK.shape
-    return _move("combine", y_RD, order.inverse_NK, order, N, K, platform)
+    return _move(kernel, x, order.inverse_NK, order, (N, results), K, platform)
 
 
-def _move(kernel: str, x, places, order, rows: int, K: int, platform: str) -> jax.Array:
+def _move(kernel: str, x, places, order, sizes: tuple[int, int], K: int, platform: str) -> jax.Array:
+    """sizes: the rows or tokens that a kernel takes by blocks, and the rows of what it makes."""
     require_gpu(platform, MIN_CAPABILITY)
+    taken, results = sizes
     if x.dtype not in DTYPES:
         raise Unsupported(f"needs bfloat16, float16 or float32, got {x.dtype}")
     jax_triton, kernels = load_triton(__package__)
@@ -179,10 +187,10 @@ def _move(kernel: str, x, places, order, rows: int, K: int, platform: str) -> ja
         x,
         places,
         jnp.sum(order.sizes_E, keepdims=True),
-        rows,
+        taken,
         kernel=getattr(kernels, kernel),
-        out_shape=jax.ShapeDtypeStruct((rows, D), x.dtype),
-        grid=(-(-rows // block), -(-D // width)),
+        out_shape=jax.ShapeDtypeStruct((results, D), x.dtype),
+        grid=(-(-taken // block), -(-D // width)),
         K=K,
         D=D,
         B=block,

@@ -175,6 +175,25 @@ def dispatch(
 
 
 @triton.jit
+def dispatch_by_token(
+    x, inverse, sized, tokens, y, K: tl.constexpr, D: tl.constexpr, B: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """The rows of one block of tokens, one part of their width. Grid: (tokens / B, D / BD), each rounded up.
+    x [tokens, D]; inverse [tokens, K], of those that have an expert all different ones; sized [1]: rows that
+    have one; y [R, D], where others are not written."""
+    token_B = tl.program_id(0) * B + tl.arange(0, B)
+    column_D = tl.program_id(1) * BD + tl.arange(0, BD)
+    exists_B = token_B < tokens
+    sized_1 = tl.load(sized)
+    at_BD = token_B.to(tl.int64)[:, None] * D + column_D[None, :]
+    x_BD = tl.load(x + at_BD, mask=exists_B[:, None] & (column_D < D)[None, :], other=0.0)
+    for k in tl.static_range(K):
+        row_B = tl.load(inverse + token_B * K + k, mask=exists_B, other=0)
+        has_BD = (exists_B & (row_B < sized_1))[:, None] & (column_D < D)[None, :]
+        tl.store(y + row_B.to(tl.int64)[:, None] * D + column_D[None, :], x_BD, mask=has_BD)
+
+
+@triton.jit
 def combine(
     y, inverse, sized, tokens, x, K: tl.constexpr, D: tl.constexpr, B: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip

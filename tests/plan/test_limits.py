@@ -93,9 +93,9 @@ def test_split_experts_are_held_gathered_and_summed_in_parts(mixture):
     experts, whole = mixture.expert_parameters, mixture.parameters
     assert experts == 94 * 128 * 3 * 4096 * 1536
     (_, alone), (_, split) = of_mesh(mixture, parts=512), of_mesh(mixture, parts=64, expert=8)
-    a_token = mixture.kept_rows["full"] + mixture.room, mixture.kept["full"] - mixture.kept_rows["full"]
     saved = 7 / 8 * experts * (mixture.state + 4 + 2 * mixture.item / 94)
-    more = mixture.sequence * 7 * a_token[0]  # eight rooms for the rows of as many tokens
+    # Eight rooms for the rows of as many tokens, of one of two parts at a time.
+    more = mixture.sequence * (7 * mixture.kept_rows["full"] + (8 / 2 - 1) * mixture.room)
     assert alone - split == pytest.approx(saved - more, rel=1e-9)
     by_fsdp, both = (of_mesh(mixture, fsdp=fsdp, expert=8 // fsdp, parts=64)[0] for fsdp in (8, 4))
     gathered = 3 * 64 * mixture.item * (mixture.blocks * 7 / 8 - (mixture.blocks - experts / 2) * 3 / 4)
@@ -104,6 +104,18 @@ def test_split_experts_are_held_gathered_and_summed_in_parts(mixture):
     tokens = 94 * 64 * 4 * mixture.sequence * mixture.width * mixture.item
     moved = (by_fsdp["NVLink"] - both["NVLink"]) * H200.nvlink
     assert moved == pytest.approx(gathered - sums - tokens, rel=1e-9)
+
+
+def test_each_part_of_the_tokens_reads_the_experts_again(mixture):
+    """Its rooms are smaller for that; without split experts there are no parts."""
+    one, four = (dataclasses.replace(mixture, chunks=chunks) for chunks in (1, 4))
+    for expert, parts in ((1, 1), (8, 4)):
+        (few, of_few), (many, of_many) = (of_mesh(each, parts=64, expert=expert) for each in (one, four))
+        passes = 64 * (3 + mixture.recomputed["full"] * mixture.tokens / mixture.flops)
+        again = (parts - 1) * passes * mixture.item * mixture.expert_parameters / expert
+        assert (many["HBM"] - few["HBM"]) * H200.bandwidth == pytest.approx(again, rel=1e-9)
+        room = mixture.tokens / 64 * mixture.room  # of 1/8 of the tokens with eight rooms each, as of all
+        assert of_few - of_many == pytest.approx(room * (1 - 1 / parts), rel=1e-9)
 
 
 @pytest.mark.parametrize("factor", (0.5, 2.0, 4.0))

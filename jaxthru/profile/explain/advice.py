@@ -81,7 +81,7 @@ def _communication(run: RunFacts) -> Iterator[Advice]:
     waited = sum(min(each.wait_seconds, each.exposed_seconds) for each in collectives)
     if not run["data.balance"]:
         yield advice("data.balance", True, min(waited, exposed))
-    again = run.mesh["fsdp"] > 1 and run["remat.policy"] != "none" and run["precision.matmul"] != "fp8"
+    again = run.mesh["fsdp"] > 1 and run["remat.policy"] != "none" and not run.float8
     if again and not run.layered and not run.config["remat"].get("keep_parameters"):
         need = run.gathered_bytes()
         if run.unused_bytes is not None and need <= run.unused_bytes:
@@ -170,7 +170,7 @@ def _recomputation(run: RunFacts) -> Iterator[Advice]:
 
 def _frequency(run: RunFacts) -> Iterator[Advice]:
     lost = run.ledger.matmul.frequency_seconds
-    if lost is None or run["precision.matmul"] == "fp8" or not FLOAT8.search(run.ledger.run.device_kind):
+    if lost is None or run.float8 or not FLOAT8.search(run.ledger.run.device_kind):
         return
     reasons, gain = run.ledger.clock.cap_reasons, lost * (1 - 1 / FLOAT8_SPEED)
     why = f" ({max(reasons, key=reasons.__getitem__)})" if reasons else ""

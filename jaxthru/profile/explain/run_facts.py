@@ -53,6 +53,11 @@ class RunFacts:
         return self.ledger.run.platform in ("gpu", "cuda", "rocm")
 
     @property
+    def float8(self) -> bool:
+        """Says whether linear layers are multiplied in float8."""
+        return self["precision.matmul"] in ("fp8", "fp8_experts")
+
+    @property
     def tensor(self) -> int:
         """The devices that a layer's matrices are split over."""
         return self.mesh["tensor"]
@@ -61,7 +66,7 @@ class RunFacts:
     def fused_fits(self) -> bool:
         """Says whether `kernels.collective_matmul=fused` is not chosen yet, on a mesh where it pays."""
         alone = self.tensor == self.ledger.run.devices and self.ledger.run.processes == 1
-        bf16 = self["precision.compute"] == "bfloat16" and self["precision.matmul"] != "fp8"
+        bf16 = self["precision.compute"] == "bfloat16" and not self.float8
         written = KernelsConfig(**self.config["kernels"]).writes_to_peers
         return alone and bf16 and not written and not self.layered
 
