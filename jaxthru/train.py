@@ -21,7 +21,7 @@ from jaxthru.build.batches import open_shared, prepared
 from jaxthru.build.checks import check_objective
 from jaxthru.build.compiled import Build, compile_step, fit_here
 from jaxthru.build.reference_model import reference_model
-from jaxthru.build.resuming import check_resumable, keys_of_run, recorded
+from jaxthru.build.resuming import check_resumable, keys_of_run, recorded, schedule_changed
 from jaxthru.build.step import facts_of
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.preview import opening
@@ -53,12 +53,19 @@ log = logging.getLogger("jaxthru")
 
 
 def train(
-    built: Build, directory: RunDirectory, checkpointer: Checkpointer, started: float, times: StartTimes
+    built: Build,
+    directory: RunDirectory,
+    checkpointer: Checkpointer,
+    started: float,
+    times: StartTimes,
+    before: RunConfig | None = None,
 ) -> int:
     """Runs the loop from the newest checkpoint, or from the start; returns the exit code: 0, or that of a
-    stop."""
+    stop. before: the configuration of what is continued."""
     config, data, train = built.config, built.data, built.config.train
     state, data_state = restore_or_start(built, directory, checkpointer)
+    if line := schedule_changed(before, config, data_state.step):
+        log.info("%s", line)
     times.note("state")
     start = data_state.step
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
@@ -255,7 +262,7 @@ def _prepare_and_train(
         distributed.from_first(directory.send)
         if base:
             base.settle()
-        code = train(built, directory, checkpointer, started, times)
+        code = train(built, directory, checkpointer, started, times, begun_with)
     log.debug("compiled %d programs, %d from the cache", *xla.compilations())
     if distributed.is_primary():
         final_table(directory)

@@ -3,6 +3,9 @@
 import fcntl
 import json
 import logging
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import fake_bucket
@@ -10,11 +13,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from etils import epath
+from processes import finish, job
 from runs import make_workplace
 
 import jaxthru
 from jaxthru import supervise
 from jaxthru.build.language_model import folder_of
+from jaxthru.runtime import bucket as bucket_addresses
+from jaxthru.runtime import exit_codes
 from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training import remote_run
 from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, newest_data_state
@@ -27,14 +33,13 @@ URL = "gs://bucket/runs/one"
 
 
 @pytest.fixture(scope="module")
-def server():
-    return fake_bucket.begin()
+def server(tmp_path_factory):
+    return fake_bucket.begin(tmp_path_factory.mktemp("bucket"))
 
 
 @pytest.fixture
 def bucket(server, tmp_path, monkeypatch):
-    server.store.clear()
-    server.pseudo_dirs[:] = [""]
+    server.clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return server
 
@@ -123,7 +128,7 @@ def test_files_follow_before_a_checkpoint_counts(bucket, tmp_path, monkeypatch):
 def test_another_run_of_the_same_name_takes_nothing_over(bucket):
     run = RunDirectory(URL, trains=True)
     run.metrics_file.write_text('{"step": 1}\n')
-    bucket.store.clear()
+    bucket.clear()
     assert not RunDirectory(URL, trains=True).metrics_file.exists()
 
 
@@ -170,6 +175,17 @@ def test_a_scheduler_counts_the_failures_of_a_run_in_a_bucket(bucket):
     assert supervise.main(["--after", "1", *words]) == 1 and not counts.exists()
 
 
+def test_a_run_in_a_bucket_is_supervised(bucket, capsys):
+    run = RunDirectory(URL, trains=True)
+    run.metrics_file.write_text('{"step": 4}\n')
+    run.send()
+    command = [sys.executable, "-S", "-c", "raise SystemExit(70)", "--run-dir", URL]
+    assert supervise.main(["--pause", "0", "--tries", "2", "--", *command]) == 70
+    first, second = capsys.readouterr().err.splitlines()
+    assert "(hung) after step 4, failure 1 of 2 there" in first
+    assert second.endswith("step 5 has failed 2 times, given up")
+
+
 @pytest.mark.slow
 def test_a_run_in_a_bucket_goes_on_without_its_mirror(bucket, tmp_path, monkeypatch):
     place = make_workplace(tmp_path)
@@ -187,6 +203,36 @@ def test_a_run_in_a_bucket_goes_on_without_its_mirror(bucket, tmp_path, monkeypa
     assert list(found["step"]) == list(range(1, 10)) and list(found["loss"]) == list(whole["loss"])
     there = (epath.Path(URL) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in there] == list(whole["loss"])
+
+
+@pytest.mark.slow
+def test_two_processes_in_a_bucket_lose_one_and_go_on_elsewhere(bucket, tmp_path, monkeypatch):
+    place = make_workplace(tmp_path)
+    settings = {"mesh__data": -1, "mesh__fsdp": 1, "evaluate__rows": 0, "checkpoint__every": 10}
+
+    def start(where: str) -> list[subprocess.Popen]:
+        command = place.command("whole", **settings)
+        command[1:3] = [fake_bucket.__file__, "jaxthru.train"]
+        command[command.index("--run-dir") + 1] = where
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return [subprocess.Popen(command, env=place.environment() | said, **how) for said in job(2)]
+
+    whole, (first, second) = start(str(tmp_path / "whole")), start(URL)
+    checkpoints, deadline = epath.Path(URL) / "checkpoints", time.monotonic() + 600
+    while not saved_steps(checkpoints) and first.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    second.kill()
+    second.communicate()
+    output = first.communicate(timeout=300)[0]
+    assert first.returncode == exit_codes.PEER_LOST and "process 1 (" in output, output
+    saved = saved_steps(checkpoints)[-1]
+    assert 10 <= saved < 40
+    finish(whole, 300)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other hosts"))
+    assert f"resumed from step {saved}" in finish(start(URL), 300)[0]
+    there = (epath.Path(URL) / "metrics.jsonl").read_text().splitlines()
+    losses = {row["step"]: (row["loss"], row["grad_norm"]) for row in map(json.loads, there)}
+    assert losses == place.losses("whole") and list(losses) == list(range(1, 41))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +254,7 @@ def test_a_missing_library_and_missing_credentials_are_said(bucket, monkeypatch)
         def exists(self):
             raise ImportError("Install gcsfs") if self.missing else OSError("Anonymous caller\nhas no access")
 
-    monkeypatch.setattr(remote_run.epath, "Path", lambda url: Refuses())
+    monkeypatch.setattr(bucket_addresses.epath, "Path", lambda url: Refuses())
     Refuses.missing = True
     with pytest.raises(InputError, match=r"needs gcsfs, which is not installed: `pip install gcsfs`$"):
         RunDirectory(URL)
