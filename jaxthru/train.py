@@ -53,19 +53,12 @@ log = logging.getLogger("jaxthru")
 
 
 def train(
-    built: Build,
-    directory: RunDirectory,
-    checkpointer: Checkpointer,
-    started: float,
-    times: StartTimes,
-    before: RunConfig | None = None,
+    built: Build, directory: RunDirectory, checkpointer: Checkpointer, started: float, times: StartTimes
 ) -> int:
     """Runs the loop from the newest checkpoint, or from the start; returns the exit code: 0, or that of a
-    stop. before: the configuration of what is continued."""
+    stop."""
     config, data, train = built.config, built.data, built.config.train
     state, data_state = restore_or_start(built, directory, checkpointer)
-    if line := schedule_changed(before, config, data_state.step):
-        log.info("%s", line)
     times.note("state")
     start = data_state.step
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
@@ -155,6 +148,8 @@ def restore_or_start(
     else:
         step, state, saved = restored
         log.info("resumed from step %d", step)
+        if line := schedule_changed(built.before, built.config, step):
+            log.info("%s", line)
         best_fit = built.config.data.packing == "best_fit"
         kinds = {"whole": best_fit or data.masked, "cut": not best_fit and None in data.counted.values()}
         check_packing(saved, built.config.data.sequence, data.segments, **kinds)
@@ -246,6 +241,7 @@ def _prepare_and_train(
     how = {"asked": asked, "fresh": fresh, "checked": True, "searched": searched}
     base = BaseFiles(weights.folder, directory.base) if config.lora.on and weights else None
     built = compile_step(config, layout, data, autotuned, weights, **how)
+    built = dataclasses.replace(built, before=begun_with)
     times.note("compile")
     saved = directory.checkpoints, config.checkpoint, in_place(built.saved_part(built.abstract))
     with data, directory.locked(), contextlib.ExitStack() as stack:
@@ -262,7 +258,7 @@ def _prepare_and_train(
         distributed.from_first(directory.send)
         if base:
             base.settle()
-        code = train(built, directory, checkpointer, started, times, begun_with)
+        code = train(built, directory, checkpointer, started, times)
     log.debug("compiled %d programs, %d from the cache", *xla.compilations())
     if distributed.is_primary():
         final_table(directory)

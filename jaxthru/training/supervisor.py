@@ -112,16 +112,13 @@ class Failures:
             self._file.unlink(missing_ok=True)
 
     def _keep(self, counts: dict) -> None:
-        text = json.dumps(counts) + "\n"
-        if isinstance(self._file, Path):
-            write_atomically(self._file, text)
-        elif self._file is not None:  # in a bucket a file is whole or not there
-            self._file.write_text(text)
+        if self._file is not None:  # in a bucket a file is whole or not there
+            write = write_atomically if isinstance(self._file, Path) else type(self._file).write_text
+            write(self._file, json.dumps(counts) + "\n")
 
 
 def steps_done(run_dir: AnyPath) -> int:
-    """Returns how many steps a run has recorded, as far as that can be read. In a bucket it is recorded when
-    the run saves."""
+    """Returns how many steps a run has recorded, as far as that can be read: in a bucket when it saves."""
     with contextlib.suppress(Exception):  # of whichever library reads a bucket: no run is given up for it
         if row := last(run_dir / "metrics.jsonl"):
             return row["step"]

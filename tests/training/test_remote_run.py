@@ -218,16 +218,20 @@ def test_two_processes_in_a_bucket_lose_one_and_go_on_elsewhere(bucket, tmp_path
         return [subprocess.Popen(command, env=place.environment() | said, **how) for said in job(2)]
 
     whole, (first, second) = start(str(tmp_path / "whole")), start(URL)
-    checkpoints, deadline = epath.Path(URL) / "checkpoints", time.monotonic() + 600
-    while not saved_steps(checkpoints) and first.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    second.kill()
-    second.communicate()
-    output = first.communicate(timeout=300)[0]
+    checkpoints, deadline = epath.Path(URL) / "checkpoints", time.monotonic() + 900
+    try:
+        while not saved_steps(checkpoints) and first.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        second.kill()
+        output = first.communicate(timeout=300)[0]
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
+        finish(whole, 300)
     assert first.returncode == exit_codes.PEER_LOST and "process 1 (" in output, output
     saved = saved_steps(checkpoints)[-1]
     assert 10 <= saved < 40
-    finish(whole, 300)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other hosts"))
     assert f"resumed from step {saved}" in finish(start(URL), 300)[0]
     there = (epath.Path(URL) / "metrics.jsonl").read_text().splitlines()

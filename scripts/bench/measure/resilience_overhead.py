@@ -69,8 +69,16 @@ def used(thread: int) -> float:
     return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
 
 
+def beats() -> int:
+    """Returns how many heartbeats this process has sent: on a busy machine they come later."""
+    current = peers.current()
+    said = distributed.try_get(f"{current._folder}beats/{current.index}") if current.slowest() else None
+    return int(said.split()[0]) if said else 0
+
+
 def turn(parts: Parts, seconds: float, step: float, first: int) -> dict:
     """Returns what so many seconds of steps took. first: the number of the first step."""
+    sent = beats()
     own = {part: 0.0 for part in parts}
     waited = {part: 0.0 for part in parts}
     before = {thread.native_id: used(thread.native_id) for thread in threading.enumerate()}
@@ -90,6 +98,7 @@ def turn(parts: Parts, seconds: float, step: float, first: int) -> dict:
     return {
         "steps": steps,
         "seconds": length,
+        "beats": beats() - sent,
         "loop": {part: each / steps for part, each in own.items()},
         "loop_wall": {part: each / steps for part, each in waited.items()},
         "threads": {name: each / length for name, each in threads.items()},
@@ -132,7 +141,8 @@ def summary(found: dict[str, list[dict]], step: float) -> dict:
     turns = found["with"]
     loop, wall, threads = (mean(turns, of) for of in ("loop", "loop_wall", "threads"))
     beside = {name: [each["beside"] for each in found[name]] for name in ("without", "with")}
-    more = statistics.fmean(beside["with"]) - statistics.fmean(beside["without"])
+    late = sum(each["seconds"] for each in turns) / peers.BEAT_SECONDS / sum(each["beats"] for each in turns)
+    more = late * (statistics.fmean(beside["with"]) - statistics.fmean(beside["without"]))
     micro = {part: round(1e6 * each, 1) for part, each in loop.items()}
     return {
         "steps": sum(each["steps"] for each in turns),
@@ -144,6 +154,8 @@ def summary(found: dict[str, list[dict]], step: float) -> dict:
         },
         "goodput_event_us": round(1e6 * found["event"], 1),
         "share_of_step": {str(length): round(sum(loop.values()) / length, 6) for length in (step, 1.0)},
+        "beats_late": round(late, 3),
+        "beat_us": round(1e6 * more * peers.BEAT_SECONDS, 1),
         "share_of_a_core": round(more, 6),
         "share_of_host": round(more / (os.cpu_count() or 1), 6),
     }
