@@ -35,6 +35,8 @@ from jaxthru.training.stragglers import Stragglers
 from jaxthru.training.watchdog import Watchdog
 
 BAR = 0.001
+TOGETHER = StopSignal.SPAN
+"""Steps after which the processes wait for one another, as collectives have them do in each."""
 CHILD = "RESILIENCE_OVERHEAD"
 Parts = dict[str, Callable[[int], object]]
 
@@ -76,18 +78,19 @@ def beats() -> int:
     return int(said.split()[0]) if said else 0
 
 
-def turn(parts: Parts, seconds: float, step: float, first: int) -> dict:
-    """Returns what so many seconds of steps took. first: the number of the first step."""
+def turn(parts: Parts, steps: int, step: float, name: str, made: int = 0) -> dict:
+    """Returns what so many steps took, a multiple of TOGETHER. made: steps before them."""
     sent = beats()
     own = {part: 0.0 for part in parts}
     waited = {part: 0.0 for part in parts}
     before = {thread.native_id: used(thread.native_id) for thread in threading.enumerate()}
-    process, began, steps = time.process_time(), time.monotonic(), 0
-    while time.monotonic() - began < seconds:
-        steps += 1
+    process, began = time.process_time(), time.monotonic()
+    for number in range(made + 1, made + steps + 1):
+        if number % TOGETHER == 0:
+            distributed.key_value_store().wait_at_barrier(f"{name} {number}", 600_000)
         for part, call in parts.items():
             clock, cpu = time.monotonic(), time.thread_time()
-            call(first + steps)
+            call(number)
             own[part] += time.thread_time() - cpu
             waited[part] += time.monotonic() - clock
         time.sleep(step)
@@ -110,12 +113,13 @@ def process(folder: Path, seconds: float, rounds: int, step: float) -> None:
     """Measures in one process of the job; writes what it found."""
     distributed.initialize(watched=True)
     found: dict[str, list[dict]] = {"without": [], "with": []}
+    steps = max(1, round(seconds / step / TOGETHER)) * TOGETHER
     for number in range(rounds):
-        made = found["without"]
-        made.append(turn({}, seconds, step, 0))
+        found["without"].append(turn({}, steps, step, f"{number} without"))
         with watched(folder / str(number)) as parts:
-            turn(parts, 6.0, step, 0)  # until all have heard of each other
-            found["with"].append(turn(parts, seconds, step, 10**6 * number + 10**5))
+            # Until all have heard of each other, and know how long a step takes.
+            turn(parts, TOGETHER, step, f"{number} before")
+            found["with"].append(turn(parts, steps, step, f"{number} with", TOGETHER))
     index = int(os.environ["JAX_PROCESS_ID"])
     found["event"] = an_event(folder / f"goodput-{index}")
     (folder / f"found-{index}.json").write_text(json.dumps(found))
