@@ -37,7 +37,7 @@ class StopSignal:
     SECONDS = 1.0
     """They take no longer than this together, unless they become slower within a SPAN."""
     NOTICE = 2
-    """Steps before a SPAN at which process 0 says how many do in it: as `SaveTimes.AHEAD` is."""
+    """Steps before a SPAN at which process 0 says how many do in it: as in `SaveTimes`, and AHEAD - 1."""
 
     SAME_SECONDS = 1.0
     """A signal that comes again within it is the same: Slurm's srun, a launcher and a terminal each hand on
@@ -102,18 +102,14 @@ class StopSignal:
                 apart //= 2
             self._announced.publish(span, str(apart))
 
-    def _next_look(self, made: int) -> int:
-        """Returns the first step at which all look, and which none has asked about."""
-        soon, end = made + self.AHEAD, (made // self.SPAN + 1) * self.SPAN
-        apart = self._apart if soon <= end else self.APART  # of what comes then, it is not known yet
-        return -(-soon // apart) * apart
-
     def _agree(self, made: int) -> None:
         """Takes over the step to stop at that the first process to ask for a stop has published, if any has,
         and the signal that it had."""
-        if self._asked is not None:
+        # In the last steps of a SPAN it is not known yet at which all look next.
+        if self._asked is not None and made % self.SPAN < self.SPAN - self.NOTICE:
+            look = -(-(made + self.AHEAD) // self._apart) * self._apart
             try:
-                said = f"{self._first + self._next_look(made)} {int(self._asked)}"
+                said = f"{self._first + look} {int(self._asked)}"
                 key_value_store().key_value_set(self._key, said)
             except jax.errors.JaxRuntimeError as error:
                 if "ALREADY_EXISTS" not in str(error):  # another process was first; its step counts
