@@ -48,8 +48,6 @@ class StopSignal:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         StopSignal._made += 1
         self._clock, self._first, self._apart = clock, None, 1
-        if jax.process_count() > 1:
-            self._announced = Announcements("jaxthru/stop_looks/")
         self._key = f"jaxthru/stop_at/{StopSignal._made}"
         self._asked: signal.Signals | None = None
         self._asked_at = 0.0
@@ -77,7 +75,8 @@ class StopSignal:
         if jax.process_count() == 1:
             self.number = self._asked
             return self._asked is not None
-        self._first = step if self._first is None else self._first
+        if self._first is None:
+            self._first, self._announced = step, Announcements("jaxthru/stop_looks/")
         made = step - self._first
         self._settle(made)
         if self._stop_at is None and (self._asked is not None or made % self._apart == 0):

@@ -45,8 +45,7 @@ def stopped(monkeypatch, pace: float, requests: dict[int, int], seed: int, first
     monkeypatch.setattr(jax, "process_count", lambda: count)
     monkeypatch.setattr(stop_signal, "key_value_store", lambda: store)
     monkeypatch.setattr(stop_signal, "try_get", store.try_get)
-    boards = iter([Board(store, not index) for index in range(count)])
-    monkeypatch.setattr(stop_signal, "Announcements", lambda folder: next(boards))
+    monkeypatch.setattr(stop_signal, "Announcements", lambda folder: Board(store, index == 0))
     stops = [StopSignal(lambda: now[0]) for _ in range(count)]
     for stop in stops:
         stop._key = "stop"
