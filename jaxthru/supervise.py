@@ -1,16 +1,15 @@
 """python -m jaxthru.supervise: a training command, started again after what a restart can mend."""
 
 import argparse
-import contextlib
 import itertools
 import logging
 import math
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-from jaxthru.runtime import command_line
+from jaxthru.runtime import bucket, command_line
+from jaxthru.runtime.bucket import AnyPath
 from jaxthru.runtime.errors import InputError, exit_code, require
 from jaxthru.training.supervisor import End, Failures, Supervisor, judge
 
@@ -41,13 +40,11 @@ def _supervise(arguments: argparse.Namespace, command: list[str], prog: str) -> 
     retry = (*numbers("--retry-on", arguments.retry_on), *stopped_exit_codes(command))
     if arguments.after is not None:
         return _after(arguments.after, where, arguments.tries, retry)
-    bucket = f"supervise: --run-dir {where}: runs in a bucket are not supervised; let a scheduler do it"
-    require("://" not in where, bucket)
     counts = numbers("--processes", arguments.processes)
     fewer = all(count > after for count, after in itertools.pairwise(counts))
     wrong = f"--processes {arguments.processes}: must be a number above 0, or several, each below the last"
     require(fewer and min(counts, default=0) >= 1, wrong)
-    return Supervisor(tuple(command), Path(where), counts, arguments.tries, pause, retry).run()
+    return Supervisor(tuple(command), _place(where), counts, arguments.tries, pause, retry).run()
 
 
 def _after(code: int, where: str, tries: int, retry: tuple[int, ...]) -> int:
@@ -55,26 +52,18 @@ def _after(code: int, where: str, tries: int, retry: tuple[int, ...]) -> int:
     require(
         1 <= code <= 255, f"--after {code}: must be the exit code of a run that has not finished, 1 to 255"
     )
-    with _files_of(where) as run_dir:
-        failures = Failures(run_dir / COUNTS)
-        judged = judge(End(code), run_dir, failures, tries, retry)
-        print(f"supervise: {judged.line}", file=sys.stderr, flush=True)
-        if not judged.again:
-            failures.forget()
+    run_dir = _place(where)
+    failures = Failures(run_dir / COUNTS)
+    judged = judge(End(code), run_dir, failures, tries, retry)
+    print(f"supervise: {judged.line}", file=sys.stderr, flush=True)
+    if not judged.again:
+        failures.forget()
     return 0 if judged.again else code
 
 
-@contextlib.contextmanager
-def _files_of(where: str) -> Iterator[Path]:
-    """Gives the run directory: of one in a bucket a copy, which is sent there afterwards."""
-    if "://" not in where:
-        yield Path(where)
-        return
-    from jaxthru.training.run_directory import RunDirectory  # loads JAX
-
-    run = RunDirectory(where)
-    yield run.path
-    run.send()
+def _place(where: str) -> AnyPath:
+    """Returns the run directory, on a disk or in a bucket. Raises InputError if that cannot be reached."""
+    return bucket.address(where) if bucket.is_url(where) else Path(where)
 
 
 def run_directory(command: list[str]) -> str:

@@ -21,7 +21,7 @@ from jaxthru.build.batches import open_shared, prepared
 from jaxthru.build.checks import check_objective
 from jaxthru.build.compiled import Build, compile_step, fit_here
 from jaxthru.build.reference_model import reference_model
-from jaxthru.build.resuming import check_resumable, keys_of_run, recorded
+from jaxthru.build.resuming import check_resumable, keys_of_run, recorded, schedule_changed
 from jaxthru.build.step import facts_of
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.preview import opening
@@ -148,6 +148,8 @@ def restore_or_start(
     else:
         step, state, saved = restored
         log.info("resumed from step %d", step)
+        if line := schedule_changed(built.before, built.config, step):
+            log.info("%s", line)
         best_fit = built.config.data.packing == "best_fit"
         kinds = {"whole": best_fit or data.masked, "cut": not best_fit and None in data.counted.values()}
         check_packing(saved, built.config.data.sequence, data.segments, **kinds)
@@ -239,6 +241,7 @@ def _prepare_and_train(
     how = {"asked": asked, "fresh": fresh, "checked": True, "searched": searched}
     base = BaseFiles(weights.folder, directory.base) if config.lora.on and weights else None
     built = compile_step(config, layout, data, autotuned, weights, **how)
+    built = dataclasses.replace(built, before=begun_with)
     times.note("compile")
     saved = directory.checkpoints, config.checkpoint, in_place(built.saved_part(built.abstract))
     with data, directory.locked(), contextlib.ExitStack() as stack:

@@ -101,11 +101,11 @@ def decided(rules: list[dict], code: int | None) -> tuple[int | None, str]:
 @pytest.mark.parametrize(
     ("code", "action"),
     [
+        (1, "FailJob"),
         (2, "FailJob"),
         (None, "Ignore"),
         (143, "Ignore"),
         (160, "Ignore"),
-        (1, "Count"),
         (70, "Count"),
         (137, "Count"),
     ],
@@ -119,10 +119,11 @@ def test_what_a_job_does_on_each_ending(code, action):
 @pytest.mark.parametrize(
     ("code", "action"),
     [
+        (1, "FailJobSet"),
         (2, "FailJobSet"),
         (None, "RestartJobSetAndIgnoreMaxRestarts"),
         (143, "RestartJobSetAndIgnoreMaxRestarts"),
-        *((code, "RestartJobSet") for code in (1, 70, 137, 160)),
+        *((code, "RestartJobSet") for code in (70, 137, 160)),
     ],
 )
 def test_what_a_jobset_does_on_each_ending(code, action):
@@ -274,7 +275,9 @@ def test_tpu_pod(fakes, form):
     fakes.add("python")
     calls = fakes.run([str(LAUNCH / "tpu_pod.sh"), "--config", "f", "--run-dir", "r"], PYTHON="python")
     (name, said, seen), asked = calls[-1], calls[:-1]
-    assert name == "python" and said == ["-m", "jaxthru.train", "--config", "f", "--run-dir", "r"]
+    train = ["python", "-m", "jaxthru.train", "--config", "f", "--run-dir", "r"]
+    assert (name, said) == ("python", ["-m", "jaxthru.supervise", "--pause", "60", "--", *train])
+    assert float(said[3]) > 30  # that all processes take to end
     assert all("Metadata-Flavor: Google" in words for _, words, _ in asked) and len(asked) == 2
     first = "10.128.0.0" if ":" in form else "t1k-0"
     assert (seen["JAX_COORDINATOR_ADDRESS"], seen["JAX_NUM_PROCESSES"], seen["JAX_PROCESS_ID"]) == (

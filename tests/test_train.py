@@ -17,7 +17,7 @@ from runs import ROOT, compiled, kill, make_workplace, resumed_from
 from jaxthru.config import dump
 from jaxthru.config import load as load_config
 from jaxthru.runtime.errors import InputError
-from jaxthru.train import check_resumable, main
+from jaxthru.train import check_resumable, main, schedule_changed
 from jaxthru.training.checkpoint import TEMPORARY
 from jaxthru.training.run_directory import EVAL_FIELDS, METRICS_FIELDS, RunDirectory
 
@@ -257,8 +257,8 @@ def test_a_longer_run_goes_on_from_the_old_end(place, whole):
     shutil.copytree(place.folder / "whole", place.folder / "longer")
     output = place.run("longer", train__steps=44)
     assert resumed_from(output) == 40
-    (line,) = (line for line in output.splitlines() if "train.steps (40 → 44): " in line)
-    assert "the cosine schedule is stretched: the learning rate goes from" in line
+    assert "changed since the run was started: train.steps (40 → 44)\n" in output
+    (line,) = (line for line in output.splitlines() if line.startswith("the cosine schedule is stretched: "))
     assert line.endswith("at step 41; optim.schedule_steps=40 holds it")
     assert len(place.metrics("longer")) == 44
 
@@ -420,25 +420,27 @@ def test_a_directory_of_another_run_is_refused(place, whole, capsys):
 
 def test_a_longer_run_may_hold_its_learning_rate(tmp_path, caplog):
     path, directory = ROOT / "configs" / "quickstart.py", RunDirectory(tmp_path)
-    dump(load_config(path, ["train.steps=40"]), directory.config)
-    (directory.checkpoints / "40").mkdir(parents=True)
+    before = load_config(path, ["train.steps=40"])
+    dump(before, directory.config)
 
-    def said(*settings) -> list[str]:
+    def said(*settings) -> tuple[list[str], str]:
         caplog.clear()
+        config = load_config(path, ["train.steps=400", *settings])
         with caplog.at_level("INFO", "jaxthru"):
-            check_resumable(load_config(path, ["train.steps=400", *settings]), directory, "auto")
-        return [
+            check_resumable(config, directory, "auto")
+        lines = [
             record.getMessage().removeprefix("changed since the run was started: ")
             for record in caplog.records
         ]
+        return lines, schedule_changed(before, config, 30)  # of the step that it goes on from
 
-    (stretched,) = said()
-    assert re.fullmatch(
-        r"train\.steps \(40 → 400\): the cosine .* at step 41; .*_steps=40 holds it", stretched
-    )
-    held = said("optim.schedule_steps=40")
-    assert held == ["optim.schedule_steps (None → 40)", "train.steps (40 → 400)"]
-    assert all("the cosine schedule is stretched" in line for line in said("optim.schedule_steps=200"))
+    changed, stretched = said()
+    assert changed == ["train.steps (40 → 400)"]
+    assert re.fullmatch(r"the cosine schedule is stretched: .* at step 31; .*_steps=40 holds it", stretched)
+    held = ["optim.schedule_steps (None → 40)", "train.steps (40 → 400)"]
+    assert said("optim.schedule_steps=40") == (held, "")
+    assert said("optim.schedule_steps=200")[1].startswith("the cosine schedule is stretched")
+    assert schedule_changed(None, before, 30) == ""
 
 
 def test_checkpoints_of_nobody_knows_what_are_refused(tmp_path):

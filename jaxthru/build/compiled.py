@@ -62,7 +62,7 @@ class Build:
     abstract: shapes, dtypes and shardings of the state. compiled: (state, batch) -> (state, metrics).
     recompile: compiles it again, with more of XLA's options. weights: published ones that the state before
     the first update has. samples: makes those of `evaluate.prompts`. choices: what `auto` was
-    settled to. first: makes the first state.
+    settled to. first: makes the first state. before: the configuration of the run so far, which is continued.
     """
 
     config: RunConfig
@@ -77,6 +77,7 @@ class Build:
     samples: Samples | None = None
     choices: tuple[Choice, ...] = ()
     first: FirstState | None = None
+    before: RunConfig | None = None
 
     def first_state(self) -> State:
         """Returns the state before the first update."""

@@ -30,10 +30,10 @@ from jaxthru.huggingface.config import read_config
 from jaxthru.huggingface.generation_config import GenerationDefaults, read_generation_defaults
 from jaxthru.huggingface.weights import Weights
 from jaxthru.runtime import hardware, xla
+from jaxthru.runtime.bucket import is_url
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training import layout as on_disk
-from jaxthru.training.remote_run import is_url
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.saved import SavedParameters, abstract_parameters
 from pallas_kernels.dispatch import Unsupported

@@ -23,15 +23,15 @@ def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> 
     require(resume == "auto", f"--resume never: {path} already holds a run; give another --run-dir")
     if directory.config.exists() or saved_steps(directory.checkpoints):
         old = configuration.load_own(directory.config)
-        changed = configuration.check_change(old, config, path)
-        plans = (Plan(each.optim, each.train.steps) for each in (old, config))
-        # Of this process's own looking: only the first of several is here, and waits for no other.
-        said = schedule_change(*plans, max(saved_steps(directory.checkpoints), default=0))
-        for line in changed:
-            follows = (
-                f": {said}" if said and line.startswith(("train.steps ", "optim.schedule_steps ")) else ""
-            )
-            log.info("changed since the run was started: %s%s", line, follows)
+        for line in configuration.check_change(old, config, path):
+            log.info("changed since the run was started: %s", line)
+
+
+def schedule_changed(old: RunConfig | None, config: RunConfig, step: int) -> str:
+    """Returns what the change does to the learning rate of a run that goes on from a step; empty if nothing.
+    old: the configuration of the run so far."""
+    plans = [Plan(each.optim, each.train.steps) for each in (old, config) if each]
+    return schedule_change(*plans, step) if old else ""
 
 
 def keys_of_run(directory: RunDirectory, local: Path | None = None) -> dict[str, str] | None:

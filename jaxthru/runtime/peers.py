@@ -68,6 +68,7 @@ class Peers:
         self._host_seconds, self._steps = 0.0, 0
         self._beats: dict[int, tuple[str, int]] = {}  # what each said last, and how many beats ago
         self._hosts: dict[int, str] = {}
+        self._slowest: dict[str, Any] = dict.fromkeys(SLOWEST_FIELDS)
         self._set(f"hosts/{self.index}", socket.gethostname())
         self._pulses = None if self.index else pulse.Pulses()
         if self._pulses:
@@ -97,11 +98,7 @@ class Peers:
     def slowest(self) -> dict[str, Any]:
         """Returns, in process 0, which process's host was the slowest of late, its seconds for a step, and
         the median process's; as fields of a row."""
-        said = {process: text.split() for process, (text, _) in self._beats.items()}
-        seconds = {process: float(words[2]) for process, words in said.items() if len(words) == 3}
-        process = max(seconds, key=seconds.__getitem__, default=None)
-        median = statistics.median_low(seconds.values()) if seconds else None
-        return dict(zip(SLOWEST_FIELDS, (process, seconds.get(process), median), strict=True))
+        return self._slowest
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -138,8 +135,7 @@ class Peers:
         return Fault(0, self.host(0), PEER_LOST, "is lost: its coordinator is gone").line, PEER_LOST
 
     def go(self, code: int) -> NoReturn:
-        """Ends this process, process 0 as the last: without the coordinator in it the others would not hear
-        why."""
+        """Ends this process, process 0 as the last: from its coordinator the others hear why."""
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -169,8 +165,7 @@ class Peers:
         return True
 
     def _another(self, seconds: float) -> Fault | None:
-        """Waits so long for the fault of another process, or for one to have left without a word, as from a
-        process 0 that was stopped."""
+        """Waits so long for the fault of another process, or for one that has left without a word."""
         until = time.monotonic() + seconds
         while not self._known.wait(BEAT_SECONDS) and time.monotonic() < until:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -206,7 +201,12 @@ class Peers:
             text, (before, age) = texts.get(process, ""), self._beats.get(process, ("", 0))
             ages[process] = text, age + 1 if text == before != LEFT else 0
         self._beats = ages
-        suspected = any(text.split()[1:2] == ["1"] for text in texts.values())
+        said = {process: text.split() for process, text in texts.items()}
+        seconds = {process: float(words[2]) for process, words in said.items() if len(words) == 3}
+        slow = max(seconds, key=seconds.__getitem__, default=None)
+        median = statistics.median_low(seconds.values()) if seconds else None
+        self._slowest = dict(zip(SLOWEST_FIELDS, (slow, seconds.get(slow), median), strict=True))
+        suspected = any(words[1:2] == ["1"] for words in said.values())
         limit, first = (SUSPECTED_BEATS,) * 2 if suspected else (LOST_BEATS, FIRST_BEATS)
         late = {}
         for process, (text, age) in ages.items():

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from etils import epath  # Orbax's paths
 
-AnyPath = Path | epath.Path
+from jaxthru.runtime.bucket import AnyPath
+
 CHECKSUMS = "seal.json"
 ALGORITHM = "crc32"
 # Written by Orbax after the checksums, while it commits; nothing is read from them.

@@ -49,7 +49,7 @@ def runs_of(paths: Sequence[str]) -> dict[str, RunDirectory]:
     for run in runs:
         require(run.path.is_dir(), f"{run.path}: there is no such run directory")
         require(bool(run.read_metrics()), f"{run.path}: no step has been recorded yet")
-    full = [str(run.path.resolve()) for run in runs]
+    full = [f"/{run.where}" if run.mirror else str(run.path.resolve()) for run in runs]
     require(len({*full}) == len(full), "a run is named twice; name each once")
     common = os.path.commonpath(full) if len(full) > 1 else str(Path(full[0]).parent)
     return {os.path.relpath(path, common): run for path, run in zip(full, runs, strict=True)}

@@ -46,12 +46,22 @@ def check(config: LocalTierConfig | None) -> None:
     """Raises InputError unless local checkpoints can be written, or are not asked for."""
     if config is None:
         return
-    folder, said = Path(config.directory), f"checkpoint.local.directory = {config.directory}"
+    said = f"checkpoint.local.directory = {config.directory}"
+    folder = _folder(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{said}: cannot be made on {socket.gethostname()} ({error.strerror})") from error
     require(os.access(folder, os.W_OK | os.X_OK), f"{said}: cannot be written on {socket.gethostname()}")
+
+
+def _folder(config: LocalTierConfig) -> Path:
+    """Returns the folder of local checkpoints of all runs, ~ being a home on this host. Raises InputError."""
+    try:
+        return Path(config.directory).expanduser().absolute()
+    except RuntimeError as error:
+        said = f"checkpoint.local.directory = {config.directory}"
+        raise InputError(f"{said}: {socket.gethostname()} knows no such home; give the whole path") from error
 
 
 def located(run_dir: Path, config: LocalTierConfig | None, begin: bool = False) -> Path | None:
@@ -61,7 +71,7 @@ def located(run_dir: Path, config: LocalTierConfig | None, begin: bool = False) 
     from before those that the run saves without.
     """
     name = from_first(lambda: _name(run_dir, config, begin))
-    return Path(config.directory).absolute() / name / f"process_{jax.process_index()}" if name else None
+    return _folder(config) / name / f"process_{jax.process_index()}" if name else None
 
 
 def _name(run_dir: Path, config: LocalTierConfig | None, begin: bool) -> str:
@@ -116,6 +126,7 @@ class LocalTier(Tier):
             said = f"checkpoint.local.directory: {directory}: cannot be made on {socket.gethostname()}"
             raise InputError(f"{said} ({error.strerror})") from error
         super().__init__(directory, keep, in_place=in_place)
+        self._digested: tuple[Any, str] = None, ""  # of the last state that was saved
         self._began = from_first(lambda: uuid.uuid4().hex[:8])
         self.shared_at = time.time()
         """When the run last saved to where all share it, in seconds since 1970; before that, when it began.
@@ -123,8 +134,16 @@ class LocalTier(Tier):
 
     def _said(self, disk: PyTree, data_state: dict) -> dict[str, Any]:
         own = {"process": jax.process_index(), "processes": jax.process_count()}
-        part = {"start": self._began, **own, "shared_at": self.shared_at, "shards": shards(disk)}
+        part = {"start": self._began, **own, "shared_at": self.shared_at, "shards": self._shards(disk)}
         return {"data": data_state, "part": part}
+
+    def _shards(self, disk: PyTree) -> str:
+        """Returns `shards` of a state: worked out once, as a run's states differ in their values alone."""
+        leaves, structure = jax.tree.flatten(disk)
+        of = structure, [(leaf.sharding, leaf.shape, leaf.dtype) for leaf in leaves]
+        if of != self._digested[0]:
+            self._digested = of, shards(disk)
+        return self._digested[1]
 
     def read(self, step: int, abstract_state: PyTree) -> tuple[PyTree, dict]:
         """Does what `Tier.read` does, and takes `shared_at` over."""

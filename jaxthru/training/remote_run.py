@@ -13,54 +13,21 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-import fsspec
 import jax
 from etils import epath
 
 from jaxthru.runtime.atomic import PARTIAL, write_atomically
+from jaxthru.runtime.bucket import address, reason_of
 from jaxthru.runtime.distributed import from_first
-from jaxthru.runtime.errors import InputError, TrainingError, require
+from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training.checksums import files_below
 
-SCHEME = "gs://"
 LEFT_OUT = frozenset({"checkpoints", "damaged", ".lock"})
 """Of a run directory, what is not copied: Orbax writes it, or it means nothing elsewhere."""
 IDENTITY = ".run"
 """A file in the bucket: which run lies there."""
 ADDED_TO = (".jsonl",)
 """How names of files end that are only added to: where a mirror has more of one, that stays."""
-
-
-def is_url(path: Path | epath.Path | str) -> bool:
-    """Says whether a path is an address such as gs://BUCKET/RUN."""
-    return "://" in str(path)
-
-
-def address(url: str) -> epath.Path:
-    """Returns the place in a bucket that a --run-dir names. Raises InputError, before anything else is done,
-    if it cannot be one or cannot be reached."""
-    said = f"--run-dir {url}"
-    scheme, _, rest = url.partition("://")
-    why = "Orbax writes checkpoints to gs:// and to mounted file systems; mount it, and give its folder"
-    require(f"{scheme}://" == SCHEME, f"{said}: {scheme}:// is not supported: {why}")
-    require(
-        bool(rest.strip("/").partition("/")[2]), f"{said}: names no folder of a bucket, as gs://BUCKET/RUN"
-    )
-    place = epath.Path(url)
-    # What Orbax and other hosts write comes by no way that its cache of listings would notice.
-    fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
-    try:
-        place.exists()
-    except ImportError as error:
-        raise InputError(f"{said}: needs gcsfs, which is not installed: `pip install gcsfs`") from error
-    except Exception as error:  # of whichever library it is
-        remedy = "`gcloud auth application-default login` gives credentials"
-        raise InputError(f"{said}: cannot be reached ({_reason(error)}); {remedy}") from error
-    return place
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 class Mirror:
@@ -81,7 +48,7 @@ class Mirror:
         except InputError:
             raise
         except Exception as error:  # of whichever library it is
-            raise InputError(f"--run-dir {url}: cannot be read or written ({_reason(error)})") from error
+            raise InputError(f"--run-dir {url}: cannot be read or written ({reason_of(error)})") from error
 
     def _identity(self, trains: bool) -> str:
         """Returns what tells this run from one that lay there before, whose mirror may be here still."""
@@ -129,7 +96,7 @@ class Mirror:
         try:
             self._send()
         except Exception as error:  # of whichever library it is
-            raise TrainingError(f"{self.url}: cannot be written ({_reason(error)})") from error
+            raise TrainingError(f"{self.url}: cannot be written ({reason_of(error)})") from error
 
     def _send(self) -> None:
         files = self._files()

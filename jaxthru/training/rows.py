@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxthru.runtime.bucket import AnyPath
 from jaxthru.runtime.errors import TrainingError, require
 
 Row = dict[str, Any]
@@ -79,11 +81,11 @@ def _row(line: bytes) -> Row | None:
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
-def last(path: Path) -> Row | None:
+def last(path: AnyPath) -> Row | None:
     """Returns the last whole row, looked for in the last lines alone: the file may be long."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - (1 << 16)))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
         lines = file.read().split(b"\n")
     return next((row for line in reversed(lines) if (row := _row(line))), None)

@@ -36,12 +36,13 @@ from typing import Any
 
 from jaxthru.engine.terms import METRICS_FIELDS
 from jaxthru.runtime.atomic import write_atomically
+from jaxthru.runtime.bucket import is_url
 from jaxthru.runtime.distributed import from_first, is_primary
 from jaxthru.runtime.errors import InputError, TrainingError, require
 from jaxthru.training.environment import environment
 from jaxthru.training.goodput import Account, account
 from jaxthru.training.plot import Panel, Picture
-from jaxthru.training.remote_run import Mirror, is_url
+from jaxthru.training.remote_run import Mirror
 from jaxthru.training.rows import append, last, read
 from jaxthru.training.table import Table
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from jaxthru.runtime import exit_codes
 from jaxthru.runtime.atomic import write_atomically
+from jaxthru.runtime.bucket import AnyPath
 from jaxthru.runtime.errors import require
 from jaxthru.runtime.nvml import bus_ids
 from jaxthru.training.rows import last
@@ -81,11 +82,11 @@ MEANING = {
 class Failures:
     """Counts how often each step has failed, until the run has got further than ever before."""
 
-    def __init__(self, file: Path | None = None):
+    def __init__(self, file: AnyPath | None = None):
         """file: where the counts outlast this process; None where they need not."""
         self._file = file
         self._furthest, self._counts = -1, collections.Counter()
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        with contextlib.suppress(Exception):  # of whichever library reads a bucket, too
             kept = json.loads(file.read_text())
             self._furthest = int(kept["furthest"])
             self._counts.update({int(step): int(count) for step, count in kept["failed"].items()})
@@ -111,19 +112,22 @@ class Failures:
             self._file.unlink(missing_ok=True)
 
     def _keep(self, counts: dict) -> None:
-        if self._file is not None:
-            write_atomically(self._file, json.dumps(counts) + "\n")
+        if self._file is not None:  # in a bucket a file is whole or not there
+            write = write_atomically if isinstance(self._file, Path) else type(self._file).write_text
+            write(self._file, json.dumps(counts) + "\n")
 
 
-def steps_done(run_dir: Path) -> int:
-    """Returns how many steps a run has recorded."""
-    row = last(run_dir / "metrics.jsonl")
-    return row["step"] if row else 0
+def steps_done(run_dir: AnyPath) -> int:
+    """Returns how many steps a run has recorded, as far as that can be read: in a bucket when it saves."""
+    with contextlib.suppress(Exception):  # of whichever library reads a bucket: no run is given up for it
+        if row := last(run_dir / "metrics.jsonl"):
+            return row["step"]
+    return 0
 
 
-def stopped_exit_code(run_dir: Path) -> int:
+def stopped_exit_code(run_dir: AnyPath) -> int:
     """Returns the exit code of a run that was told to stop: `train.stopped_exit_code` of its config.json."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(Exception):  # of whichever library reads a bucket
         return int(json.loads((run_dir / "config.json").read_text())["train"]["stopped_exit_code"])
     return exit_codes.STOPPED
 
@@ -205,7 +209,7 @@ class Supervisor:
     """
 
     command: tuple[str, ...]
-    run_dir: Path
+    run_dir: AnyPath
     processes: tuple[int, ...] = (1,)
     tries: int = 3
     pause: float = 5.0
@@ -249,7 +253,9 @@ class Judgement:
     given_up: bool = False
 
 
-def judge(end: End, run_dir: Path, failures: Failures, tries: int, retry: Collection[int] = ()) -> Judgement:
+def judge(
+    end: End, run_dir: AnyPath, failures: Failures, tries: int, retry: Collection[int] = ()
+) -> Judgement:
     """Returns whether a run that ended so is to be started again. A stop is no failure of its step."""
     steps, stopped = steps_done(run_dir), stopped_exit_code(run_dir)
     said = f"{end} after step {steps}"

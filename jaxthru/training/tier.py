@@ -180,6 +180,8 @@ class Tier:
         target = damaged / str(step)
         while target.exists():
             target = target.with_name(f"{target.name}_")
+        if not isinstance(damaged, Path):  # no folder of a bucket is there before something lies in it
+            (damaged / f"{target.name}.txt").write_text(f"{reason}\n")
         (self.directory / str(step)).rename(target)
         log.warning("checkpoint %d is damaged and passed over: %s; moved to %s", step, reason, target)
 

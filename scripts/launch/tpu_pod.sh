@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Trains on a TPU pod slice; run it on all of its hosts at once, in a checkout of this repository:
 #   gcloud compute tpus tpu-vm ssh NAME --worker=all --command='cd jaxthru && scripts/launch/tpu_pod.sh --config ...'
-# The run directory (--run-dir) lies on a file system that all hosts see.
+# The run directory (--run-dir) is gs://BUCKET/RUN, or lies on a file system that all hosts see. After a crash, a hang, a
+# lost process or a stop each host starts its process again, and they meet anew; a step that fails three times is given
+# up. SIGTERM or Ctrl-C, sent on all hosts, saves and ends the run. A slice that was deleted has to be made, and this
+# started on it, by whoever made it.
 set -euo pipefail
 attribute() {
   curl -fsS -H 'Metadata-Flavor: Google' \
@@ -12,4 +15,6 @@ export JAX_COORDINATOR_ADDRESS="${workers[0]##*:}:8476"
 export JAX_NUM_PROCESSES="${#workers[@]}"
 JAX_PROCESS_ID="$(attribute agent-worker-number)"
 export JAX_PROCESS_ID
-exec "${PYTHON:-python}" -m jaxthru.train "$@"
+python=${PYTHON:-python}
+# Those that lose a peer take 30 s to find out and to end: whoever came before them would meet their old coordinator.
+exec "$python" -m jaxthru.supervise --pause 60 -- "$python" -m jaxthru.train "$@"

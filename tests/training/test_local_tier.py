@@ -116,6 +116,27 @@ def test_another_mesh_takes_the_shared_ones(run):
     assert step == 40 and found["params"]["w"].sharding == sharding
 
 
+def test_a_home_is_that_of_the_host(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = LocalTierConfig(directory="~/disk")
+    local_tier.check(config)
+    assert located(tmp_path, config, begin=True).is_relative_to(tmp_path / "disk")
+    assert (tmp_path / "disk").is_dir()
+    with pytest.raises(InputError, match=r"^checkpoint.local.directory = ~nobody-here/disk: .*knows no such"):
+        local_tier.check(LocalTierConfig(directory="~nobody-here/disk"))
+
+
+def test_what_a_state_consists_of_is_worked_out_once(tmp_path, monkeypatch):
+    asked = []
+    whole = local_tier.shards
+    monkeypatch.setattr(local_tier, "shards", lambda disk: asked.append(disk) or whole(disk))
+    tier = local_tier.LocalTier(tmp_path, keep=2)
+    found = {tier._shards(state(step)) for step in (1, 2, 3)}
+    assert len(asked) == 1 and found == {whole(state(9))}
+    assert tier._shards(state(1) | {"more": jnp.zeros(2)}) not in found and len(asked) == 2
+    tier.close()
+
+
 def test_parts_of_another_number_of_processes_are_passed_over(run):
     _, local = run
     path = local / "50/part/metadata"

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import logging
+import sys
 from pathlib import Path
 
 import fake_bucket
@@ -15,6 +16,7 @@ from runs import make_workplace
 import jaxthru
 from jaxthru import supervise
 from jaxthru.build.language_model import folder_of
+from jaxthru.runtime import bucket as bucket_addresses
 from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training import remote_run
 from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, newest_data_state
@@ -27,14 +29,13 @@ URL = "gs://bucket/runs/one"
 
 
 @pytest.fixture(scope="module")
-def server():
-    return fake_bucket.begin()
+def server(tmp_path_factory):
+    return fake_bucket.begin(tmp_path_factory.mktemp("bucket"))
 
 
 @pytest.fixture
 def bucket(server, tmp_path, monkeypatch):
-    server.store.clear()
-    server.pseudo_dirs[:] = [""]
+    server.clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return server
 
@@ -123,7 +124,7 @@ def test_files_follow_before_a_checkpoint_counts(bucket, tmp_path, monkeypatch):
 def test_another_run_of_the_same_name_takes_nothing_over(bucket):
     run = RunDirectory(URL, trains=True)
     run.metrics_file.write_text('{"step": 1}\n')
-    bucket.store.clear()
+    bucket.clear()
     assert not RunDirectory(URL, trains=True).metrics_file.exists()
 
 
@@ -170,6 +171,17 @@ def test_a_scheduler_counts_the_failures_of_a_run_in_a_bucket(bucket):
     assert supervise.main(["--after", "1", *words]) == 1 and not counts.exists()
 
 
+def test_a_run_in_a_bucket_is_supervised(bucket, capsys):
+    run = RunDirectory(URL, trains=True)
+    run.metrics_file.write_text('{"step": 4}\n')
+    run.send()
+    command = [sys.executable, "-S", "-c", "raise SystemExit(70)", "--run-dir", URL]
+    assert supervise.main(["--pause", "0", "--tries", "2", "--", *command]) == 70
+    first, second = capsys.readouterr().err.splitlines()
+    assert "(hung) after step 4, failure 1 of 2 there" in first
+    assert second.endswith("step 5 has failed 2 times, given up")
+
+
 @pytest.mark.slow
 def test_a_run_in_a_bucket_goes_on_without_its_mirror(bucket, tmp_path, monkeypatch):
     place = make_workplace(tmp_path)
@@ -208,7 +220,7 @@ def test_a_missing_library_and_missing_credentials_are_said(bucket, monkeypatch)
         def exists(self):
             raise ImportError("Install gcsfs") if self.missing else OSError("Anonymous caller\nhas no access")
 
-    monkeypatch.setattr(remote_run.epath, "Path", lambda url: Refuses())
+    monkeypatch.setattr(bucket_addresses.epath, "Path", lambda url: Refuses())
     Refuses.missing = True
     with pytest.raises(InputError, match=r"needs gcsfs, which is not installed: `pip install gcsfs`$"):
         RunDirectory(URL)

@@ -10,7 +10,9 @@ from jaxthru.profile.explain.compare import compare
 from jaxthru.profile.show.publish import config, opened, present, profiled
 from jaxthru.profile.show.terminal import comparison
 from jaxthru.runtime import command_line
+from jaxthru.runtime.bucket import is_url
 from jaxthru.runtime.errors import exit_code
+from jaxthru.training.run_directory import RunDirectory
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m jaxthru.profile") -> int:
@@ -27,10 +29,12 @@ def _report(argv: list[str], prog: str) -> int:
         f"{prog} compare RUN_A RUN_B says what changed between two runs.",
         "runs/quickstart/1",
     )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="runs/<config>/<n>")
+    parser.add_argument("run", metavar="RUN_DIR", help="runs/<config>/<n>, or gs://BUCKET/RUN")
     parser.add_argument("--step", type=int, help="where it was profiled (profile.at); default: the last")
     arguments = parser.parse_args(argv)
-    present(profiled(arguments.run, arguments.step))
+    run = RunDirectory(arguments.run)
+    present(profiled(run.path, arguments.step))
+    run.send()
     return 0
 
 
@@ -41,19 +45,21 @@ def _compare(argv: list[str], prog: str) -> int:
         "runs/quickstart/1 runs/quickstart/2",
     )
     for name, which in (("run_a", "before"), ("run_b", "after")):
-        parser.add_argument(name, type=Path, metavar=name.upper(), help=f"the run {which}")
+        parser.add_argument(name, metavar=name.upper(), help=f"the run {which}")
     parser.add_argument("--step", type=int, help="where both were profiled; default: the last of each")
     arguments = parser.parse_args(argv)
-    runs = arguments.run_a, arguments.run_b
+    given = arguments.run_a, arguments.run_b
+    runs = [RunDirectory(each).path for each in given]
     ledgers = [opened(run, arguments.step) for run in runs]
     found = compare(*ledgers, *map(config, runs))
-    rich.console.Console().print(comparison(found, _names(*runs)))
+    rich.console.Console().print(comparison(found, _names(*given)))
     return 0
 
 
-def _names(*runs: Path) -> tuple[str, str]:
+def _names(*runs: str) -> tuple[str, str]:
     """Returns how two runs are called: the shortest ends of their paths that differ."""
-    parts = [Path(os.path.abspath(run)).parts for run in runs]  # noqa: PTH100 - keeps links
+    plain = (run if is_url(run) else os.path.abspath(run) for run in runs)  # noqa: PTH100 - keeps links
+    parts = [Path(run).parts for run in plain]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-count:]) for part in parts]
         if names[0] != names[1]:

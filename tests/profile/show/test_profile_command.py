@@ -6,6 +6,7 @@ import io
 import json
 import re
 
+import fake_bucket
 import pytest
 import rich.console
 import sample
@@ -67,6 +68,20 @@ def test_step_chooses_the_profile(tmp_path, capsys):
     assert "200.0" in capsys.readouterr().out
     assert main([str(path), "--step", "20"]) == 0
     assert "200.0" not in capsys.readouterr().out
+
+
+def test_a_run_in_a_bucket_has_its_report_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(fake_bucket.FOLDER, str(tmp_path))
+    fake_bucket.join()
+    here = run(tmp_path / "run")
+    for path in ("config.json", "profile/20/ledger.json"):
+        fake_bucket.store.write(f"bucket/run/{path}", (here / path).read_bytes())
+    assert main(["gs://bucket/run"]) == 0
+    assert b"Where the step of" in fake_bucket.store.read("bucket/run/profile/20/report.html")
+    fake_bucket.store.write("bucket/other/config.json", (here / "config.json").read_bytes())
+    assert main(["compare", "gs://bucket/other", str(here)]) == 2
+    assert "was not profiled" in capsys.readouterr().err
 
 
 def test_compare_names_the_cause_first(tmp_path, capsys):
