@@ -267,6 +267,9 @@ def test_every_other_round_may_go_backwards_and_a_warm_up_counts_for_nothing(ben
     assert order == ["a", "b", "b", "a", "b", "a", "a", "b"], "until the quicker one has its time too"
     assert [turn.last for turn in found["a"]] == [1, 4, 6, 7]
     order.clear()
+    cut = bench("turns").steps_in_turns(runs, 0.0, 4.0, backwards=True, ends=time.monotonic())
+    assert order == ["a", "b", "b", "a"] and [len(of) for of in cut.values()] == [2, 2], "a spread needs two"
+    order.clear()
     waits = {"a": lambda: time.sleep(0.1) or run("a", 1.0)}
     found = bench("turns").steps_in_turns(waits, 0.15, 1.0)
     assert len(order) == 4 and [turn.last for turn in found["a"]] == [3, 4]
@@ -290,7 +293,7 @@ def test_who_goes_first_is_no_part_of_the_spread(bench):
 def test_a_spread_takes_turns_in_both_orders_and_a_commit_is_held_against_the_other(bench):
     module, seen = bench("measure.steps_in_turns"), []
     made = {name: contender(module, seen) for name in ("first", "way@old", "way")}
-    how = {"warmup_seconds": 0.0, "timed_seconds": 0.0, "turn_seconds": 0.0, "steps": 3}
+    how = {"warmup_seconds": 0.0, "timed_seconds": 0.0, "turn_seconds": 0.0, "steps": 3, "stop_after": 1e9}
     rows = module.measure(made, types.SimpleNamespace(**how))
     assert len(seen) == 3 * (2 + 4 * 3), "a first step, another, and four turns"
     assert all(len(row["turns"]) == 4 and row["steps_timed"] == 12 for row in rows.values())

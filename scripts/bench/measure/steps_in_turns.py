@@ -17,7 +17,8 @@ The first step of each, from the same state, says whether they compute the same.
 program as XLA compiled it; of several, what the allocator had seen by then. Ratios are of tokens per second,
 to the first contender; of NAME also to NAME@old. Watts are of a GPU, and joules of all of them, by
 NVML's counter of energy. Of a mixture of experts `expert_load_max` is the mean over layers and turns. What
-compiles first also tunes for the others. A contender that cannot run here is left out, with the reason.
+compiles first also tunes for the others. A contender that cannot run here is left out, with the reason. With
+--stop-after it has printed by then: there are as many turns as there is time for, two at least.
 """
 
 import argparse
@@ -51,6 +52,7 @@ from jaxthru.data.loading.dataset import open_data
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import InputError, require
 
+BEGAN = time.monotonic()
 OWN = ("jaxthru", "pallas_kernels")
 FIRST = ("loss", "grad_norm")
 BATCHES = 8
@@ -278,7 +280,8 @@ def measure(made: dict[str, Contender], arguments: argparse.Namespace) -> dict[s
     gpus = len({d for of in made.values() for b in of.builds for d in b.layout.mesh.devices.flat})
     runs = {name: functools.partial(run, name) for name in made}
     how = arguments.warmup_seconds, arguments.timed_seconds, gpus
-    taken = turns.steps_in_turns(runs, *how, backwards=len(made) > 2)
+    ends = BEGAN + arguments.stop_after
+    taken = turns.steps_in_turns(runs, *how, backwards=len(made) > 2, ends=ends)
     rows = {name: turns.rated(own) for name, own in taken.items()}
     for name, row in rows.items():
         power = mean(turn.energy_watts for turn in taken[name])
@@ -344,6 +347,7 @@ main = harness.program(
     harness.option("--old", type=Path, metavar="FOLDER", help="the other commit's files"),
     harness.option("--old-commit", default="", help="its name, for the record"),
     harness.option("--turn-seconds", type=float, default=4.0),
+    harness.option("--stop-after", type=float, default=math.inf, metavar="SECONDS", help="of its start"),
     harness.option("--steps", type=int, default=0, help="of a turn, in place of its seconds"),
     seconds=(20.0, 40.0),
 )
