@@ -566,6 +566,7 @@ def check_repeats(check, name, axes, implementation):
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("axes", GPU_AXES, ids=str)
 @pytest.mark.parametrize("name", GPU | UNTUNED)
 def test_values_and_gradients_on_gpus(name, axes, first_run):
@@ -573,6 +574,7 @@ def test_values_and_gradients_on_gpus(name, axes, first_run):
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("axes", GPU_AXES, ids=str)
 @pytest.mark.parametrize("name", ["qkv", "down"])
 def test_repeats_are_equal_bit_for_bit(name, axes, first_run):
@@ -589,6 +591,7 @@ def first_adds(first_run):
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("t", [2, 4])
 @pytest.mark.parametrize("name", GPU | UNTUNED)
 def test_values_and_gradients_where_shards_add(name, t, first_adds):
@@ -596,6 +599,7 @@ def test_values_and_gradients_where_shards_add(name, t, first_adds):
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("name", ["qkv", "down"])
 def test_what_two_shards_add_is_the_same_in_either_order(name, first_adds):
     check_repeats(first_adds, name, {"tensor": 2}, "mosaic_gpu_adds")

@@ -56,6 +56,7 @@ BEGAN = time.monotonic()
 OWN = ("jaxthru", "pallas_kernels")
 FIRST = ("loss", "grad_norm")
 BATCHES = 8
+BEFORE = "mesh.collective_matmul="
 COMPILES, RUNS = 240.0, 180.0  # seconds that a contender may take to compile, and for its first steps
 
 
@@ -105,13 +106,19 @@ class Tree:
     ) -> Any:
         """Returns the `Build` of this commit's configuration, compiled, for all devices or these. documents:
         of random tokens in a row; 0 takes the run's own data. Raises InputError."""
-        configuration, compiled = map(importlib.import_module, ("jaxthru.config", "jaxthru.build.compiled"))
-        assert Path(compiled.__file__).is_relative_to(self.folder), compiled.__file__
+        configuration = importlib.import_module("jaxthru.config")
         path = str(self.folder / path.resolve().relative_to(harness.ROOT))
+        try:
+            build = importlib.import_module("jaxthru.build.compiled").build_step
+        except ModuleNotFoundError:  # a commit from before there was jaxthru/build
+            build = importlib.import_module("jaxthru.train").build
+        assert Path(build.__code__.co_filename).is_relative_to(self.folder), build.__code__.co_filename
+        if not hasattr(configuration.load(path), "kernels"):  # or before there was that group
+            settings = [text.replace("kernels.collective_matmul=", BEFORE) for text in settings]
         config = configuration.load(path, [*settings, "train.steps=1000000"])
         data = random_data(config, documents) if documents else open_data(config.data)
         try:
-            return compiled.build_step(config, data, devices)
+            return build(config, data, devices)
         except Exception as refusal:  # whose class is the commit's own
             if type(refusal).__name__ == InputError.__name__:
                 raise InputError(str(refusal)) from refusal
@@ -176,9 +183,10 @@ class Contender:
 
     @property
     def layout(self) -> tuple:
-        """What is equal of contenders that can take over each other's state."""
+        """What is equal of contenders that can take over each other's state: shapes and dtypes, and what each
+        device has of them, for the meshes of two commits may have other axes."""
         leaves = jax.tree.leaves([of.abstract for of in self.builds])
-        return tuple((leaf.shape, leaf.dtype, str(leaf.sharding)) for leaf in leaves), len(self.builds)
+        return tuple((leaf.shape, leaf.dtype, *parts(leaf)) for leaf in leaves), len(self.builds)
 
     def first_states(self) -> list:
         # Of the counters several are one array, which a step cannot take over twice.
@@ -214,13 +222,25 @@ class Contender:
         return hashlib.sha256(text.partition("FileNames")[0].encode()).hexdigest()[:16]
 
 
+def parts(leaf: Any) -> tuple:
+    """Returns the kind of memory of an array, and which part of it each device has."""
+    placed = leaf.sharding.devices_indices_map(leaf.shape)
+    return leaf.sharding.memory_kind, tuple((device.id, str(part)) for device, part in placed.items())
+
+
 def like(state: Any, abstract: Any) -> Any:
     """Returns a state in the structure of another commit's, whose leaves are alike and in the same order."""
     leaves, (wanted, structure) = jax.tree.leaves(state), jax.tree.flatten(abstract)
-    for leaf, other in zip(leaves, wanted, strict=True):
-        same = (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
-        assert same and leaf.sharding.memory_kind == other.sharding.memory_kind, (leaf.aval, other)
-    return structure.unflatten(leaves)
+    return structure.unflatten([_placed_as(*pair) for pair in zip(leaves, wanted, strict=True)])
+
+
+def _placed_as(leaf: jax.Array, other: Any) -> jax.Array:
+    """Returns the same array, as a commit has it whose mesh may have other axes; nothing is copied."""
+    if leaf.sharding == other.sharding and (leaf.shape, leaf.dtype) == (other.shape, other.dtype):
+        return leaf
+    assert (leaf.shape, leaf.dtype, *parts(leaf)) == (other.shape, other.dtype, *parts(other)), leaf.aval
+    own = [shard.data for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, other.sharding, own)
 
 
 def peak(built: Any) -> int | None:
