@@ -303,7 +303,7 @@ def test_a_kernel_of_jax_that_is_wrong_is_left_out(bench, monkeypatch):
 
 
 def test_tuning_tries_then_times_then_checks(bench, monkeypatch):
-    """With the plain form in the kernels' place: sizes, the best in another order, the finalists; one entry."""
+    """With the plain form in the kernels' place: sizes, the best in another order, finalists, one entry."""
     module, contenders = bench("tune_collective_matmul"), bench("measure.collectives")
     real = module.reference
 

@@ -27,7 +27,7 @@ def prepared(bench, tmp_path):
 
 def test_every_command_can_be_typed_and_ends_in_time(suite, prepared, bench, monkeypatch):
     """Its scripts exist and take each of its options; what takes turns ends before its row's seconds."""
-    monkeypatch.setattr(type(prepared), "file", lambda *_: Path("batches.npz"))
+    monkeypatch.setattr(type(prepared), "file", lambda *_, **__: Path("batches.npz"))
     for name, row in suite.ROWS.items():
         assert not row.refuses(prepared), name
         for contender in dict.fromkeys(block.name for block in row.wanted([])):

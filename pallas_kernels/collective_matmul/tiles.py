@@ -129,7 +129,8 @@ class Problem:
 
 
 def choose(problem: Problem, device_kind: str, sms: int) -> tuple[Tiles, bool | None]:
-    """Returns the tiles, and whether they were measured to be faster than the plain form; None if unknown.
+    """Returns the tiles, and whether they were measured to be faster than the plain form; None if unknown. An
+    H100 takes those of an H200 where it has none.
 
     Raises:
       Unsupported: no tiles divide the shape.
@@ -138,6 +139,9 @@ def choose(problem: Problem, device_kind: str, sms: int) -> tuple[Tiles, bool | 
         tiles = Tiles(**entry["tiles"])
         problem.check(tiles)
         return tiles, entry["faster"]
+    same_chip = device_kind.startswith("NVIDIA H100") and sms == SMS  # with other memory
+    if same_chip and (entry := TABLE.get("NVIDIA H200", {}).get(problem.key)) is not None:
+        return Tiles(**entry["tiles"]), None
     fitting = Tiles.fitting(problem.check)
     if not fitting:
         problem.check(Tiles(*min(RATES, key=math.prod)))  # raises: what does not divide by the smallest tiles

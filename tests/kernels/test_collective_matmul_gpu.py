@@ -412,7 +412,8 @@ def test_the_table_decides(monkeypatch):
     }
     monkeypatch.setattr(tiles_module, "TABLE", {"NVIDIA H200": {problem.key: entry}})
     assert tiles_module.choose(problem, "NVIDIA H200", SMS) == (measured, False)
-    assert tiles_module.choose(problem, "NVIDIA H100", SMS)[1] is None
+    assert tiles_module.choose(problem, "NVIDIA H100 80GB HBM3", SMS) == (measured, None), "the same chip"
+    assert tiles_module.choose(problem, "NVIDIA H100 PCIe", 114) != (measured, None)
     with pytest.raises(Unsupported, match="measured slower than the plain form"):
         mosaic_gpu.tiles_for(problem, named=False)
     assert mosaic_gpu.tiles_for(problem, named=True)[0] == measured

@@ -280,9 +280,8 @@ def measure(made: dict[str, Contender], arguments: argparse.Namespace) -> dict[s
     states, first, peaks, usual, steps = {}, {}, {}, {}, {}
     for name, of in made.items():
         states.pop(of.layout, None)  # each begins with a first step from the same state
-        maker = next(
-            one for one in made.values() if one.tree.folder == harness.ROOT and one.layout == of.layout
-        )
+        own = (one for one in made.values() if one.tree.folder == harness.ROOT and one.layout == of.layout)
+        maker = next(own, of)
         with checks.ends_within(RUNS, f"{name}, the first step"):
             state, _, _, metrics = of.turn(maker.first_states(), 1)
             states[of.layout], usual[name], *_ = of.turn(state, 1)

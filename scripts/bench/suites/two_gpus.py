@@ -219,7 +219,7 @@ class Skewed(Experts):
 
 @dataclasses.dataclass(frozen=True)
 class Predicted(Row):
-    """What `plan network` and `plan memory` say of the rows before they run: no GPU, and minutes of a CPU."""
+    """What `plan network` and `plan limits` say of the rows before they run: no GPU, and minutes of a CPU."""
 
     seconds: float = 540.0
     gpus: int = 1
@@ -230,22 +230,18 @@ class Predicted(Row):
         return [Block(name, 1, self.seconds) for name in PREDICTED]
 
     def command(self, name, setup):
-        config, settings, segments = PREDICTED[name]
-        words = ["--config", config, *itertools.chain(*(("--set", word) for word in settings.split()))]
-        network = ["network", *words, "--devices", "2", "--fabric", FABRIC, "--segments", segments, "--json"]
-        said = shlex.join([sys.executable, "-m", "jaxthru.plan", *network])
-        one_line = (
-            f"{shlex.quote(sys.executable)} -c 'import json, sys; print(json.dumps(json.load(sys.stdin)))'"
-        )
-        return ["env", "JAX_PLATFORMS=cpu", "bash", "-c", f"set -o pipefail; {said} | {one_line}"]
+        command, config, settings, *more = PREDICTED[name]
+        sets = itertools.chain(*(("--set", word) for word in settings.split()))
+        words = [command, "--config", config, *sets, "--fabric", FABRIC, "--json", *" ".join(more).split()]
+        said = shlex.join([sys.executable, "-m", "jaxthru.plan", *words])
+        return ["env", "JAX_PLATFORMS=cpu", "bash", "-c", f"set -o pipefail; {said} | tr -d '\\n'"]
 
     def check(self, setup):
         """Each block has settings of its own."""
 
     def found(self, setup, done):
-        return {"spread": None} | {
-            name: lines_of(done, name)[0] for name in PREDICTED if lines_of(done, name)
-        }
+        said = {name: lines_of(done, name) for name in PREDICTED}
+        return {"spread": None} | {name: lines[0] for name, lines in said.items() if lines}
 
 
 def plain(text: str) -> str:
@@ -253,14 +249,21 @@ def plain(text: str) -> str:
     return f"{EIGHT[1]} {text.replace(',', ' ')}"
 
 
+STEP, TWELVE, ALL = (
+    ("network", *EIGHT[:1]),
+    ("network", "qwen3_30b_a3b_12layer"),
+    ("network", "qwen3_30b_a3b"),
+)
+ON = "--devices 2 --segments"
 PREDICTED = {
-    "fsdp": (EIGHT[0], plain(FSDP), "12"),
-    "fsdp_kept": (EIGHT[0], plain(f"{FSDP},{KEPT}"), "12"),
-    "tensor": (EIGHT[0], plain(f"{TENSOR}=none"), "12"),
-    "experts_12": ("qwen3_30b_a3b_12layer", MOE, "32"),
-    "experts_whole": ("qwen3_30b_a3b", WHOLE, "32"),
+    "limits": ("limits", EIGHT[0], "train.rows=4", "--most 8"),
+    "fsdp": (*STEP, plain(FSDP), f"{ON} 12"),
+    "fsdp_kept": (*STEP, plain(f"{FSDP},{KEPT}"), f"{ON} 12"),
+    "tensor": (*STEP, plain(f"{TENSOR}=none"), f"{ON} 12"),
+    "experts_12": (*TWELVE, MOE, f"{ON} 32"),
+    "experts_whole": (*ALL, WHOLE, f"{ON} 32"),
 }
-"""{row: the configuration, settings and documents in a row of what is predicted of it}."""
+"""{row: of `plan`, the command, the configuration, its settings, and options} of what is predicted of it."""
 ALONE = "alone@alone=mesh.fsdp=1"
 DEFAULT = tuple(f"fsdp{side}={FSDP}" for side in ("@old", ""))
 OF_ONE = Bar("of_one", 0.97, "{:.3g} × single GPUs at work at the same time, by default settings")
