@@ -319,8 +319,9 @@ def test_a_state_goes_to_a_commit_whose_mesh_has_other_axes(bench):
         module.like({"a": jax.device_put(jnp.arange(8.0), split)}, {"a": other})
 
 
-def test_a_commit_from_before_jaxthru_build_is_built_by_its_own_names(bench, tmp_path):
+def test_a_commit_from_before_jaxthru_build_is_built_by_its_own_names(bench, monkeypatch, tmp_path):
     module, tree = bench("measure.steps_in_turns"), tmp_path / "jaxthru"
+    monkeypatch.setattr(sys, "meta_path", module.without_editable(sys.meta_path))
     tree.mkdir()
     (tree / "__init__.py").touch()
     config = "SimpleNamespace(model=SimpleNamespace(vocabulary=9), data=SimpleNamespace(sequence=8), of=more)"

@@ -1,7 +1,7 @@
 """Measures tiles for the fused collective matrix products and writes the best into tile_table.json.
 
     python scripts/bench/tune_collective_matmul.py [--devices 2] [--shapes NAME ...] [--directions forward]
-        [--senders 28 66]
+        [--cases down_forward ...] [--senders 28 66]
 
 Tiles are searched in stages, each of which takes turns with the plain form in two regimes: without a pause,
 which holds the GPUs at their power cap, and in bursts after a rest, at their full clock. The second asks more
@@ -145,6 +145,8 @@ def main() -> int:
     add("--shapes", nargs="+", choices=GPU, default=list(GPU))
     both = ("forward", "backward")
     add("--directions", nargs="+", choices=both, default=both)
+    every = [f"{name}_{direction}" for name in GPU for direction in both]
+    add("--cases", nargs="+", choices=every, metavar="SHAPE_DIRECTION", help="in place of both")
     done = "the first run that precedes all others has just passed, in a process of its own"
     add("--first-run-done", action="store_true", help=done)
     senders = "thread blocks, beside the 44 that are the default"
@@ -163,7 +165,9 @@ def main() -> int:
             checks.in_child([axes], seconds=180)
     mesh = checks.make_mesh(axes)
     kind = jax.local_devices()[0].device_kind
-    named = [(name, direction) for name in options.shapes for direction in options.directions]
+    named = list(itertools.product(options.shapes, options.directions))
+    if options.cases:
+        named = [(name, way) for name, _, way in (case.rpartition("_") for case in options.cases)]
     cases = {f"{name} {way}": Case(GPU[name], mesh, way == "backward") for name, way in named}
     if not options.tried:
         with phase("tiny shapes, in a child process"):

@@ -125,6 +125,12 @@ class Tree:
             raise
 
 
+def without_editable(finders: list) -> list:
+    """Returns what finds modules, without an editable install, which would find in its own tree what another
+    commit does not have."""
+    return [finder for finder in finders if "editable" not in finder.__module__]
+
+
 def _taken_out() -> dict[str, ModuleType]:
     names = [name for name in sys.modules if name.partition(".")[0] in OWN]
     return {name: sys.modules.pop(name) for name in names}
@@ -339,8 +345,7 @@ def in_turns(arguments: argparse.Namespace) -> dict:
     sides = {each.side for each in wanted.values()}
     needed = "--contender NAME@old: needs --old, the other commit's files, and --documents, random tokens"
     require("old" not in sides or (arguments.old and arguments.documents), needed)
-    # An editable install would find in its own tree what another commit does not have.
-    sys.meta_path = [finder for finder in sys.meta_path if "editable" not in finder.__module__]
+    sys.meta_path = without_editable(sys.meta_path)
     sys.path.append(str(harness.ROOT))
     xla.configure(writes_to_peers=True)  # some may; CUDA starts once for all
     made, missing = build_all(arguments)
