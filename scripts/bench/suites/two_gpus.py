@@ -8,23 +8,26 @@ GPUs, each at work on a share of the same rows. A row ends by its seconds, with 
 Kernels that wait for their peers run where `check` has passed, with the tiles that `tune` and `tune_model`
 have found in the same records. All variables that could bring in NVLink multicast are set for each process.
 
-What to expect of 2 H200s, by arithmetic: 989 TFLOP/s dense by the data sheet, of which matmuls hold 676 to
-700 at the power cap; 275 GB/s each way by NCCL, 400 by TMA. A step of 8 layers of Llama 3 8B, two rows of
-8,192 tokens on each GPU, 12 documents a row, is 232 model TFLOP a GPU and 397 ms alone (1,045 of 1,978).
+What to expect of 2 H200s, by arithmetic: matmuls hold 676 to 700 TFLOP/s at the power cap; 275 GB/s each way
+by NCCL, 400 by TMA. A step of 8 layers of Llama 3 8B, two rows of 8,192 tokens on each GPU, 12 documents a
+row, is 235 model TFLOP a GPU and took 397 ms alone; a token of Qwen3-30B-A3B is 19.8 GFLOP, of which its 12
+layers ran 436 T a second, with nothing computed again.
 
-    row            moves, a GPU and step                        at those rates    ceiling          last
-    fsdp           gathers 5.6 GB of bf16 in halves, twice      3 × 10 ms hidden  1.00 of one GPU  0.953
-                   where they are not kept; scatters 2.8        behind 397
-    fsdp, copies   the same by copy engines: no multiprocessor  the same          1.00             0.993, kept
-    tensor         8 layers × (4 gathers, 4 scatters, forward   19 ms exposed of  1.089            1.071
-                   and backward) of 67 MB each                  234 by plain
-    kernels        in `tuned`: ceiling_microseconds of each case is the longer of its product and its transfer
-    experts_12     12 layers × (gather and scatter, forward,    12 × 0.5 GB: 22   1.00; 0.97 with  not run
-                   both again backward) of 32,768 × 2,048       of 478 ms, in     3 % exposed
-                   bf16 and their choices                       2 chunks hidden
-    experts_whole  48 layers × the same of 32,768 tokens; 15.5  90 of 1,950 ms    19,800 tokens/s  not run
-                   B parameters of state: 125 GiB by `plan      hidden; 97 GiB    at the rate of
-                   memory`, of 134 that JAX takes               r/w once: 43 ms   the 12 layers
+    row            each way, a GPU and step                    in ms             ceiling           last
+    fsdp           3 × 2.8 GB: gathered forward and backward,  3 × 10 behind     1.00 of one GPU   0.953
+                   scattered; 2 × where kept                   397
+    fsdp, copies   the same, by copy engines                   the same          1.00              0.993, kept
+    tensor         8 layers × (4 forward, 6 backward) × 67 MB  20, exposed 19    1.089 × plain     1.071
+                                                               of 234 by plain
+    tuned          33.5 or 67 MB, a gather's backward twice    84 or 168 by TMA  of each case, in its record
+    experts_12     12 layers × 4 × 134 MB                      23 of 478, in     1.00; 0.95 if     not run
+                                                               2 chunks          all exposed
+    experts_whole  48 layers × 6 × 134 MB; forward is          140 of 2,030, in  16,100 tokens/s   not run
+                   computed again, 865 TFLOP; 97 GiB of        2 chunks
+                   state read and written, 43 ms; 125 GiB of
+                   134 by `plan memory` with 8 rows, 128 by
+                   arithmetic with 16
+    experts_skewed 0.6 × the experts' 89 TFLOP of a GPU more   107 on 478        1.00 of that      not run
 
 `tuned`, of the kernel in bursts over plain: bar (ceiling, of the last record): gather 28672 forward 1.08
 (1.15), scatter 14336 forward 1.20 (1.32); backward 1.15: gather 14336 (1.23), gather 28672 (1.15), scatter
