@@ -59,7 +59,7 @@ def stages(problem: tiles.Problem, senders: list[int]) -> list[Callable]:
     return [
         lambda best: [*dict.fromkeys([*tiles.candidates(problem, sms), now])],
         orders,
-        lambda best: [dataclasses.replace(best[0], senders=number) for number in senders],
+        lambda best: [dataclasses.replace(one, senders=many) for one in best[:1] for many in senders],
     ]
 
 
