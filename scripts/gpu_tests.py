@@ -3,6 +3,7 @@
 On a machine with a GPU, `run` leaves a report of each file; where the repository is, `write` takes them up:
 
     python scripts/gpu_tests.py run --commit 0123abc gpu_reports
+    python scripts/gpu_tests.py run --commit 0123abc --several gpu_reports    # files with cases for two GPUs
     python scripts/gpu_tests.py write gpu_reports
 """
 
@@ -33,13 +34,16 @@ class Row(NamedTuple):
     device: str
 
 
-def files(root: Path) -> list[str]:
-    """Returns the test files that have a case marked gpu."""
+SEVERAL = "several_gpus"
+
+
+def files(root: Path, mark: str = "gpu") -> list[str]:
+    """Returns the test files that have a case so marked."""
 
     def marked(path: Path) -> bool:
         text = path.read_text(encoding="utf-8")
-        return "mark.gpu" in text and any(
-            isinstance(node, ast.Attribute) and ast.unparse(node) == "pytest.mark.gpu"
+        return f"mark.{mark}" in text and any(
+            isinstance(node, ast.Attribute) and ast.unparse(node) == f"pytest.mark.{mark}"
             for node in ast.walk(ast.parse(text))
         )
 
@@ -140,12 +144,15 @@ def main() -> int:
     running = commands.add_parser("run", help="run what is marked gpu, and leave a report of each file")
     running.add_argument("--commit", required=True, help="of the code, maybe a copy without .git")
     running.add_argument("folder", type=Path, help="for the reports")
-    running.add_argument("files", nargs="*", default=files(ROOT), help="or FILE::TEST; by default all")
+    running.add_argument("files", nargs="*", help="or FILE::TEST; by default all")
+    several = "by default the files with cases of several GPUs, whose other cases run too"
+    running.add_argument("--several", action="store_true", help=several)
     writing = commands.add_parser("write", help="take up reports into CONTRIBUTING.md")
     writing.add_argument("folder", type=Path, nargs="?", help="of the reports; without, new files are listed")
     given = parser.parse_args()
     if given.command == "run":
-        return run(given.folder, given.commit, given.files)
+        chosen = given.files or files(ROOT, SEVERAL if given.several else "gpu")
+        return run(given.folder, given.commit, chosen)
     reports = sorted(given.folder.glob("*.xml")) if given.folder else []
     text = rewritten(KEPT.read_text(encoding="utf-8"), read(reports), files(ROOT))
     KEPT.write_text(text, encoding="utf-8")

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -302,7 +303,7 @@ def test_a_kernel_of_jax_that_is_wrong_is_left_out(bench, monkeypatch):
 
 
 def test_tuning_tries_then_times_then_checks(bench, monkeypatch):
-    """With the plain form in the kernels' place: each size and cluster once, then all orders, one entry."""
+    """With the plain form in the kernels' place: sizes, the best in another order, finalists, one entry."""
     module, contenders = bench("tune_collective_matmul"), bench("measure.collectives")
     real = module.reference
 
@@ -320,16 +321,32 @@ def test_tuning_tries_then_times_then_checks(bench, monkeypatch):
     few = [dataclasses.replace(size, senders=9) for size in sizes]
     module.try_all(mesh, [*sizes, *orders, *orders, *few])
     assert tried == [sizes]
-    whole = contenders.Case(GPU["qkv"], mesh, backward=False).problem
-    both = [dataclasses.replace(one, senders=number) for one in tiles.candidates(whole) for number in (9, 44)]
-    assert module.to_measure(whole, [9, 44]) == both
-    entry = module.tune(case, [*sizes, *orders], 1, 0.0)
-    assert all(min(one.pop("microseconds")) > 0 for one in entry["tried"])
-    assert [tiles.Tiles(**one) for one in entry["tried"]] == [*sizes, *orders]
-    assert entry["tiles"] in entry["tried"]
-    assert entry["faster"] in (False, True)
+    search = [lambda best: sizes, lambda best: [dataclasses.replace(best[0], width=4), best[0]]]
+    entry = module.tune(case, search, 2, 0.0, {"rounds": 2, "seconds": 0.0})
+    first, second, third = (tiles.Tiles(**{k: one[k] for k in entry["tiles"]}) for one in entry["tried"])
+    assert [first, second] == sizes and third in orders, "the best, in another order"
+    assert all(min(one["microseconds"]) > 0 and one["joules"] is None for one in entry["tried"])
+    (chosen,) = [one for one in entry["tried"] if {k: one[k] for k in entry["tiles"]} == entry["tiles"]]
+    least = min(math.prod(one["at_the_cap"]) for one in entry["tried"])
+    assert math.prod(entry["microseconds"]) == least and chosen["at_the_cap"] == entry["microseconds"]
     both = zip(entry["microseconds"], entry["plain_microseconds"], strict=True)
     assert entry["faster"] == all(fused < plain for fused, plain in both)
+
+
+def test_the_search_goes_from_sizes_to_orders_to_senders(bench):
+    """Those that read least come first, and what the table has is among them."""
+    module, contenders = bench("tune_collective_matmul"), bench("measure.collectives")
+    case = contenders.Case(GPU["gate_up"], bench("collective_matmul_check").make_mesh({"tensor": 2}), False)
+    sizes, orders, senders = module.stages(case.problem, [9])
+    first = sizes([])
+    assert tiles.choose(case.problem, "NVIDIA H200", tiles.SMS)[0] in first and len(set(first)) == len(first)
+    best = tiles.Tiles(128, 256, cluster=2)
+    read = [tiles.wave_bytes(case.problem, one) for one in tiles.reordered(case.problem, best)]
+    assert read == sorted(read) and read[0] < 0.8 * read[-1]
+    # 16 row blocks of 128 by 8.25 column blocks of 256, of 4,096 contracted, two bytes each.
+    assert read[0] == 2.0 * 4096 * (16 * 128 + 8.25 * 256)
+    assert len(orders([best, first[0]])) == 2 * (module.ORDERS_EACH - 1)
+    assert senders([best]) == [dataclasses.replace(best, senders=9)]
 
 
 def test_power_is_taken_between_steps_of_the_counters(bench):

@@ -13,9 +13,11 @@ import time
 import types
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -267,6 +269,9 @@ def test_every_other_round_may_go_backwards_and_a_warm_up_counts_for_nothing(ben
     assert order == ["a", "b", "b", "a", "b", "a", "a", "b"], "until the quicker one has its time too"
     assert [turn.last for turn in found["a"]] == [1, 4, 6, 7]
     order.clear()
+    cut = bench("turns").steps_in_turns(runs, 0.0, 4.0, backwards=True, ends=time.monotonic())
+    assert order == ["a", "b", "b", "a"] and [len(of) for of in cut.values()] == [2, 2], "a spread needs two"
+    order.clear()
     waits = {"a": lambda: time.sleep(0.1) or run("a", 1.0)}
     found = bench("turns").steps_in_turns(waits, 0.15, 1.0)
     assert len(order) == 4 and [turn.last for turn in found["a"]] == [3, 4]
@@ -290,12 +295,44 @@ def test_who_goes_first_is_no_part_of_the_spread(bench):
 def test_a_spread_takes_turns_in_both_orders_and_a_commit_is_held_against_the_other(bench):
     module, seen = bench("measure.steps_in_turns"), []
     made = {name: contender(module, seen) for name in ("first", "way@old", "way")}
-    how = {"warmup_seconds": 0.0, "timed_seconds": 0.0, "turn_seconds": 0.0, "steps": 3}
+    how = {"warmup_seconds": 0.0, "timed_seconds": 0.0, "turn_seconds": 0.0, "steps": 3, "stop_after": 1e9}
     rows = module.measure(made, types.SimpleNamespace(**how))
     assert len(seen) == 3 * (2 + 4 * 3), "a first step, another, and four turns"
     assert all(len(row["turns"]) == 4 and row["steps_timed"] == 12 for row in rows.values())
     assert rows["first"]["ratio"] == 1 and rows["way"]["over_old"]["needed"] >= 0
     assert "over_old" not in rows["way@old"] and rows["way"]["first_step"] == {"loss": 1.0}
+
+
+def test_a_state_goes_to_a_commit_whose_mesh_has_other_axes(bench):
+    module, devices = bench("measure.steps_in_turns"), np.array(jax.devices()[:2])
+    new = Mesh(devices.reshape(1, 2, 1, 1), ("data", "fsdp", "expert", "tensor"))
+    old = Mesh(devices.reshape(1, 2, 1), ("data", "fsdp", "tensor"))
+    leaf = jax.device_put(jnp.arange(8.0), NamedSharding(new, PartitionSpec("fsdp")))
+    split, whole = (NamedSharding(old, PartitionSpec(*names)) for names in (("fsdp",), ()))
+    wanted, other = (jax.ShapeDtypeStruct((8,), jnp.float32, sharding=of) for of in (split, whole))
+    assert module.parts(leaf) == module.parts(wanted) != module.parts(other)
+    step = jax.jit(lambda x: x + 1, donate_argnums=0).lower(wanted).compile()
+    moved = module.like({"a": leaf}, {"a": wanted})["a"]
+    assert moved.sharding == split
+    np.testing.assert_array_equal(step(moved), np.arange(1, 9))
+    with pytest.raises(AssertionError):
+        module.like({"a": jax.device_put(jnp.arange(8.0), split)}, {"a": other})
+
+
+def test_a_commit_from_before_jaxthru_build_is_built_by_its_own_names(bench, monkeypatch, tmp_path):
+    module, tree = bench("measure.steps_in_turns"), tmp_path / "jaxthru"
+    monkeypatch.setattr(sys, "meta_path", module.without_editable(sys.meta_path))
+    tree.mkdir()
+    (tree / "__init__.py").touch()
+    config = "SimpleNamespace(model=SimpleNamespace(vocabulary=9), data=SimpleNamespace(sequence=8), of=more)"
+    load = f"from types import SimpleNamespace\ndef load(path, more=()):\n    return {config}\n"
+    (tree / "config.py").write_text(load)
+    (tree / "train.py").write_text("def build(config, data, devices):\n    return config.of, data.segments\n")
+    settings = ["mesh.tensor=2", "kernels.collective_matmul=fused"]
+    own, old = Path(module.__file__), module.Tree(tmp_path)
+    with old():
+        made = old.build(own, settings, 3)
+    assert made == (["mesh.tensor=2", "mesh.collective_matmul=fused", "train.steps=1000000"], 3)
 
 
 def test_ratios_are_to_the_first_contender_or_to_none(bench, monkeypatch, capsys):

@@ -124,3 +124,9 @@ def test_every_file_with_a_case_for_a_gpu_is_in_the_table(script):
     assert "tests/test_train_gpu.py" in files and "tests/kernels/test_attention.py" in files
     assert "tests/test_gpu_tests.py" not in files and "tests/test_bench_data_gpu.py" not in files
     assert sorted({row.file for row in made.parse(kept)}) == files, "scripts/gpu_tests.py write"
+
+
+def test_what_is_about_several_gpus_is_a_part_of_what_needs_one(script):
+    made = script("gpu_tests")
+    several = made.files(made.ROOT, made.SEVERAL)
+    assert "tests/runtime/test_copies.py" in several and set(several) < set(made.files(made.ROOT))

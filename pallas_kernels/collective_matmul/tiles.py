@@ -26,14 +26,16 @@ from pallas_kernels.hopper_tiles import (
 
 __all__ = ["CONSUMERS", "PIECE", "PRODUCT_FLOPS", "RATES", "SMEM_BYTES", "SMS", "STEP"]
 __all__ += ["ORDERS", "TABLE", "TABLE_FILE", "Problem", "Tiles", "candidates", "choose", "predict"]
+__all__ += ["reordered", "wave_bytes"]
 
 TABLE_FILE = Path(__file__).with_name("tile_table.json")
 TABLE: dict[str, dict[str, dict]] = json.loads(TABLE_FILE.read_text())
 """{device kind: {key of a Problem: {"tiles": the fields of a Tiles, "microseconds": of a call with the kernel
 without a pause and in bursts (a single number: without a pause), "plain_microseconds": of the plain form in
-the same run, "faster": whether the kernel is}}}"""
+the same run, "faster": whether the kernel is, and where they were read "joules" and "plain_joules": of a call
+without a pause, on all GPUs}}}"""
 
-ORDERS = ("M", 8), ("M", 4), ("M", 16), ("N", 8)  # to measure: minor and width of Tiles
+ORDERS = tuple((minor, width) for minor in "MN" for width in (8, 16, 4, 32))  # to measure: of Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +129,8 @@ class Problem:
 
 
 def choose(problem: Problem, device_kind: str, sms: int) -> tuple[Tiles, bool | None]:
-    """Returns the tiles, and whether they were measured to be faster than the plain form; None if unknown.
+    """Returns the tiles, and whether they were measured to be faster than the plain form; None if unknown. An
+    H100 takes those of an H200 where it has none.
 
     Raises:
       Unsupported: no tiles divide the shape.
@@ -136,6 +139,9 @@ def choose(problem: Problem, device_kind: str, sms: int) -> tuple[Tiles, bool | 
         tiles = Tiles(**entry["tiles"])
         problem.check(tiles)
         return tiles, entry["faster"]
+    same_chip = device_kind.startswith("NVIDIA H100") and sms == SMS  # with other memory
+    if same_chip and (entry := TABLE.get("NVIDIA H200", {}).get(problem.key)) is not None:
+        return Tiles(**entry["tiles"]), None
     fitting = Tiles.fitting(problem.check)
     if not fitting:
         problem.check(Tiles(*min(RATES, key=math.prod)))  # raises: what does not divide by the smallest tiles
@@ -165,12 +171,30 @@ def _product_seconds(problem: Problem, tiles: Tiles, sms: int) -> float:
     return waves * of_wave / (PRODUCT_FLOPS * RATES.get((tiles.m, tiles.n), 1.0))
 
 
-def candidates(problem: Problem) -> list[Tiles]:
+def candidates(problem: Problem, sms: int = SMS) -> list[Tiles]:
     """Returns the tiles to measure for a shape: large ones, if any fit, with as many stages as there is room
-    for, alone and in clusters, each in a few orders."""
+    for, alone and in clusters, each in the order in which those computed at one time read least."""
     fitting = Tiles.fitting(problem.check)
     sizes = [tiles for tiles in fitting if RATES[tiles.m, tiles.n] > 0.9] or fitting
     sizes += [dataclasses.replace(tiles, cluster=2) for tiles in sizes if problem.rows % (2 * tiles.m) == 0]
-    return [
-        dataclasses.replace(tiles, minor=minor, width=width) for tiles in sizes for minor, width in ORDERS
-    ]
+    return [reordered(problem, tiles, sms)[0] for tiles in sizes]
+
+
+def reordered(problem: Problem, tiles: Tiles, sms: int = SMS) -> list[Tiles]:
+    """Returns the same tiles in each of ORDERS, those first that read least: at the power cap a byte that is
+    not read is energy to multiply with."""
+    every = (dataclasses.replace(tiles, minor=minor, width=width) for minor, width in ORDERS)
+    return sorted(every, key=lambda one: wave_bytes(problem, one, sms))
+
+
+def wave_bytes(problem: Problem, tiles: Tiles, sms: int = SMS) -> float:
+    """Returns the bytes of operands that the tiles computed at one time read, each once: what HBM, or the L2
+    cache of what the wave before has read, gives for a wave of thread blocks."""
+    tiles_M, tiles_N = problem.rows // tiles.m, sum(N // tiles.n for N in problem.columns)
+    if tiles.minor == "M":
+        along_m = min(tiles.width * tiles.cluster, tiles_M)
+        along_n = min(sms / along_m, tiles_N)
+    else:
+        along_n = min(tiles.width, tiles_N)
+        along_m = min(sms / along_n, tiles_M)
+    return 2.0 * sum(problem.contracted) * (along_m * tiles.m + along_n * tiles.n)

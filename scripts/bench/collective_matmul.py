@@ -75,6 +75,7 @@ def measure(case: Case, how: argparse.Namespace, without_jax: str = "") -> dict:
     how: the command's options. without_jax: as `contenders` has it.
     """
     runs, missing = contenders(case, without_jax, how.adds)
+    runs = {name: run for name, run in runs.items() if name not in how.leave_out}
     searched = {}
     if not without_jax:
         found, searched = search_jax(case)
@@ -253,6 +254,8 @@ def main() -> int:
     done = "the first run that precedes all others has just passed, in a process of its own"
     add("--first-run-done", action="store_true", help=done)
     add("--adds", action="store_true", help="time the kernels that add to the result too")
+    left = ("ring", "ring_bidirectional")
+    add("--leave-out", nargs="*", choices=left, default=(), help="contenders that are not to run")
     add("--torch", action="store_true", help="time PyTorch's operations too")
     add("--first-run-of-jax", action="store_true", help="only run JAX's own kernel once, at a tiny shape")
     add("--tiny", action="store_true", help="small shapes on CPU devices, to try the script")

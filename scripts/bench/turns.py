@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import statistics
 import sys
 import time
@@ -35,21 +36,26 @@ def steps_in_turns(
     timed: float,
     gpus: int = 1,
     backwards: bool = False,
+    ends: float = math.inf,
 ) -> dict[str | tuple[str, ...], list[Turn]]:
     """Returns the turns of each contender, A-B-C-A-B-C, two at least, for one says nothing of its spread.
 
     runs: a turn of each: (seconds of each step, tokens of all, what the last said). warmup: seconds of all
     together; timed: of each. backwards: half of the rounds, A-B B-A B-A A-B, and as many times these four as
-    needed, so that of the turns whose difference is the spread (every other one) as many went first.
+    needed, so that of the turns whose difference is the spread (every other one) as many went first. ends: on
+    the clock of `time.monotonic`: behind the first two, no round begins that would end later.
     """
     found = {name: [] for name in runs}
     began, order, rounds, least = time.perf_counter(), list(runs), 0, 4 if backwards else 2
+    longest = 0.0
 
     def short(turns: list[Turn]) -> bool:
         return sum(sum(turn.seconds) for turn in turns) < timed
 
     while rounds < least or (backwards and rounds % least) or any(map(short, found.values())):
-        warm = rounds > 0 or time.perf_counter() - began >= warmup
+        warm, at = rounds > 0 or time.perf_counter() - began >= warmup, time.monotonic()
+        if rounds >= 2 and at + longest > ends:
+            break
         for name in order:
             with Clocks(gpus) as clocks, Energy(gpus, 0.02) as used:
                 seconds, tokens, last = runs[name]()
@@ -57,7 +63,7 @@ def steps_in_turns(
             print(f"{label}: {statistics.median(seconds):.4f} s a step", file=sys.stderr, flush=True)
             if warm:
                 found[name].append(Turn(seconds, tokens, clocks.mhz, clocks.watts, used.watts, last))
-        rounds += warm
+        rounds, longest = rounds + warm, max(longest, time.monotonic() - at)
         if backwards and rounds % 2:
             order.reverse()
     return found

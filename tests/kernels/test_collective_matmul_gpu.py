@@ -412,7 +412,8 @@ def test_the_table_decides(monkeypatch):
     }
     monkeypatch.setattr(tiles_module, "TABLE", {"NVIDIA H200": {problem.key: entry}})
     assert tiles_module.choose(problem, "NVIDIA H200", SMS) == (measured, False)
-    assert tiles_module.choose(problem, "NVIDIA H100", SMS)[1] is None
+    assert tiles_module.choose(problem, "NVIDIA H100 80GB HBM3", SMS) == (measured, None), "the same chip"
+    assert tiles_module.choose(problem, "NVIDIA H100 PCIe", 114) != (measured, None)
     with pytest.raises(Unsupported, match="measured slower than the plain form"):
         mosaic_gpu.tiles_for(problem, named=False)
     assert mosaic_gpu.tiles_for(problem, named=True)[0] == measured
@@ -566,6 +567,7 @@ def check_repeats(check, name, axes, implementation):
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("axes", GPU_AXES, ids=str)
 @pytest.mark.parametrize("name", GPU | UNTUNED)
 def test_values_and_gradients_on_gpus(name, axes, first_run):
@@ -573,6 +575,7 @@ def test_values_and_gradients_on_gpus(name, axes, first_run):
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("axes", GPU_AXES, ids=str)
 @pytest.mark.parametrize("name", ["qkv", "down"])
 def test_repeats_are_equal_bit_for_bit(name, axes, first_run):
@@ -589,6 +592,7 @@ def first_adds(first_run):
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("t", [2, 4])
 @pytest.mark.parametrize("name", GPU | UNTUNED)
 def test_values_and_gradients_where_shards_add(name, t, first_adds):
@@ -596,6 +600,7 @@ def test_values_and_gradients_where_shards_add(name, t, first_adds):
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("name", ["qkv", "down"])
 def test_what_two_shards_add_is_the_same_in_either_order(name, first_adds):
     check_repeats(first_adds, name, {"tensor": 2}, "mosaic_gpu_adds")

@@ -396,6 +396,7 @@ def test_tokens_of_weight_0_left_out_on_gpu(implementation, share):
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @needs_gpu
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 def test_split_vocabulary_on_gpu(implementation):

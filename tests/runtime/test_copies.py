@@ -50,6 +50,7 @@ def test_sums_are_rounded_once():
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @pytest.mark.skipif(not has_gpu() or jax.device_count() < 2, reason="needs two NVIDIA GPUs")
 def test_on_gpus_copy_engines_move_them(tmp_path):
     """Other numbers each time, in other memory; beside products, as in training."""

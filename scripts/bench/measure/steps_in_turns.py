@@ -17,7 +17,8 @@ The first step of each, from the same state, says whether they compute the same.
 program as XLA compiled it; of several, what the allocator had seen by then. Ratios are of tokens per second,
 to the first contender; of NAME also to NAME@old. Watts are of a GPU, and joules of all of them, by
 NVML's counter of energy. Of a mixture of experts `expert_load_max` is the mean over layers and turns. What
-compiles first also tunes for the others. A contender that cannot run here is left out, with the reason.
+compiles first also tunes for the others. A contender that cannot run here is left out, with the reason. With
+--stop-after it has printed by then: there are as many turns as there is time for, two at least.
 """
 
 import argparse
@@ -51,9 +52,11 @@ from jaxthru.data.loading.dataset import open_data
 from jaxthru.runtime import hardware, xla
 from jaxthru.runtime.errors import InputError, require
 
+BEGAN = time.monotonic()
 OWN = ("jaxthru", "pallas_kernels")
 FIRST = ("loss", "grad_norm")
 BATCHES = 8
+BEFORE = "mesh.collective_matmul="
 COMPILES, RUNS = 240.0, 180.0  # seconds that a contender may take to compile, and for its first steps
 
 
@@ -103,17 +106,29 @@ class Tree:
     ) -> Any:
         """Returns the `Build` of this commit's configuration, compiled, for all devices or these. documents:
         of random tokens in a row; 0 takes the run's own data. Raises InputError."""
-        configuration, compiled = map(importlib.import_module, ("jaxthru.config", "jaxthru.build.compiled"))
-        assert Path(compiled.__file__).is_relative_to(self.folder), compiled.__file__
+        configuration = importlib.import_module("jaxthru.config")
         path = str(self.folder / path.resolve().relative_to(harness.ROOT))
+        try:
+            build = importlib.import_module("jaxthru.build.compiled").build_step
+        except ModuleNotFoundError:  # a commit from before there was jaxthru/build
+            build = importlib.import_module("jaxthru.train").build
+        assert Path(build.__code__.co_filename).is_relative_to(self.folder), build.__code__.co_filename
+        if not hasattr(configuration.load(path), "kernels"):  # or before there was that group
+            settings = [text.replace("kernels.collective_matmul=", BEFORE) for text in settings]
         config = configuration.load(path, [*settings, "train.steps=1000000"])
         data = random_data(config, documents) if documents else open_data(config.data)
         try:
-            return compiled.build_step(config, data, devices)
+            return build(config, data, devices)
         except Exception as refusal:  # whose class is the commit's own
             if type(refusal).__name__ == InputError.__name__:
                 raise InputError(str(refusal)) from refusal
             raise
+
+
+def without_editable(finders: list) -> list:
+    """Returns what finds modules, without an editable install, which would find in its own tree what another
+    commit does not have."""
+    return [finder for finder in finders if "editable" not in finder.__module__]
 
 
 def _taken_out() -> dict[str, ModuleType]:
@@ -174,9 +189,10 @@ class Contender:
 
     @property
     def layout(self) -> tuple:
-        """What is equal of contenders that can take over each other's state."""
+        """What is equal of contenders that can take over each other's state: shapes and dtypes, and what each
+        device has of them, for the meshes of two commits may have other axes."""
         leaves = jax.tree.leaves([of.abstract for of in self.builds])
-        return tuple((leaf.shape, leaf.dtype, str(leaf.sharding)) for leaf in leaves), len(self.builds)
+        return tuple((leaf.shape, leaf.dtype, *parts(leaf)) for leaf in leaves), len(self.builds)
 
     def first_states(self) -> list:
         # Of the counters several are one array, which a step cannot take over twice.
@@ -212,13 +228,25 @@ class Contender:
         return hashlib.sha256(text.partition("FileNames")[0].encode()).hexdigest()[:16]
 
 
+def parts(leaf: Any) -> tuple:
+    """Returns the kind of memory of an array, and which part of it each device has."""
+    placed = leaf.sharding.devices_indices_map(leaf.shape)
+    return leaf.sharding.memory_kind, tuple((device.id, str(part)) for device, part in placed.items())
+
+
 def like(state: Any, abstract: Any) -> Any:
     """Returns a state in the structure of another commit's, whose leaves are alike and in the same order."""
     leaves, (wanted, structure) = jax.tree.leaves(state), jax.tree.flatten(abstract)
-    for leaf, other in zip(leaves, wanted, strict=True):
-        same = (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
-        assert same and leaf.sharding.memory_kind == other.sharding.memory_kind, (leaf.aval, other)
-    return structure.unflatten(leaves)
+    return structure.unflatten([_placed_as(*pair) for pair in zip(leaves, wanted, strict=True)])
+
+
+def _placed_as(leaf: jax.Array, other: Any) -> jax.Array:
+    """Returns the same array, as a commit has it whose mesh may have other axes; nothing is copied."""
+    if leaf.sharding == other.sharding and (leaf.shape, leaf.dtype) == (other.shape, other.dtype):
+        return leaf
+    assert (leaf.shape, leaf.dtype, *parts(leaf)) == (other.shape, other.dtype, *parts(other)), leaf.aval
+    own = [shard.data for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, other.sharding, own)
 
 
 def peak(built: Any) -> int | None:
@@ -258,9 +286,8 @@ def measure(made: dict[str, Contender], arguments: argparse.Namespace) -> dict[s
     states, first, peaks, usual, steps = {}, {}, {}, {}, {}
     for name, of in made.items():
         states.pop(of.layout, None)  # each begins with a first step from the same state
-        maker = next(
-            one for one in made.values() if one.tree.folder == harness.ROOT and one.layout == of.layout
-        )
+        own = (one for one in made.values() if one.tree.folder == harness.ROOT and one.layout == of.layout)
+        maker = next(own, of)
         with checks.ends_within(RUNS, f"{name}, the first step"):
             state, _, _, metrics = of.turn(maker.first_states(), 1)
             states[of.layout], usual[name], *_ = of.turn(state, 1)
@@ -278,7 +305,8 @@ def measure(made: dict[str, Contender], arguments: argparse.Namespace) -> dict[s
     gpus = len({d for of in made.values() for b in of.builds for d in b.layout.mesh.devices.flat})
     runs = {name: functools.partial(run, name) for name in made}
     how = arguments.warmup_seconds, arguments.timed_seconds, gpus
-    taken = turns.steps_in_turns(runs, *how, backwards=len(made) > 2)
+    ends = BEGAN + arguments.stop_after
+    taken = turns.steps_in_turns(runs, *how, backwards=len(made) > 2, ends=ends)
     rows = {name: turns.rated(own) for name, own in taken.items()}
     for name, row in rows.items():
         power = mean(turn.energy_watts for turn in taken[name])
@@ -317,8 +345,7 @@ def in_turns(arguments: argparse.Namespace) -> dict:
     sides = {each.side for each in wanted.values()}
     needed = "--contender NAME@old: needs --old, the other commit's files, and --documents, random tokens"
     require("old" not in sides or (arguments.old and arguments.documents), needed)
-    # An editable install would find in its own tree what another commit does not have.
-    sys.meta_path = [finder for finder in sys.meta_path if "editable" not in finder.__module__]
+    sys.meta_path = without_editable(sys.meta_path)
     sys.path.append(str(harness.ROOT))
     xla.configure(writes_to_peers=True)  # some may; CUDA starts once for all
     made, missing = build_all(arguments)
@@ -344,6 +371,7 @@ main = harness.program(
     harness.option("--old", type=Path, metavar="FOLDER", help="the other commit's files"),
     harness.option("--old-commit", default="", help="its name, for the record"),
     harness.option("--turn-seconds", type=float, default=4.0),
+    harness.option("--stop-after", type=float, default=math.inf, metavar="SECONDS", help="of its start"),
     harness.option("--steps", type=int, default=0, help="of a turn, in place of its seconds"),
     seconds=(20.0, 40.0),
 )

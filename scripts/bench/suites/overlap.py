@@ -144,9 +144,12 @@ def tune(*shapes: str) -> Callable:
     return command
 
 
-def traced(*more: str) -> Callable:
+def traced(*more: str, base: Iterable[str] = ()) -> Callable:
+    """base: of the mesh, in place of FSDP's."""
+
     def command(setup: Setup, row: Overlap) -> str:
-        own = [text.format(gpus=row.gpus, rows=2 * row.gpus) for text in (*FSDP, *more, *PROFILED)]
+        every = (*(base or FSDP), *more, *PROFILED)
+        own = [text.format(gpus=row.gpus, rows=2 * row.gpus) for text in every]
         words = shlex.join(["python", "-m", "jaxthru.train", *setup.words(row, *own)])
         train = f"D=$(mktemp -d) && trap 'rm -rf $D' EXIT && {words} --run-dir $D/run >&2"
         return f"{train} && {python('measure/exposed_collectives')} $D/run/profile/20/production"

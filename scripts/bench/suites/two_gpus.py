@@ -1,0 +1,324 @@
+"""Two GPUs: what one GPU cannot show, the rows of most worth first, each held against what was predicted.
+
+    python scripts/bench/suite.py two_gpus --list
+    python scripts/bench/suite.py two_gpus --old build/old --commit HASH --output build/two --stop-after 560
+
+Steps take turns in one process, so that all see the same clocks and no GPU rests: both commits', and single
+GPUs, each at work on a share of the same rows. A row ends by its seconds, with as many turns as they allow.
+Kernels that wait for their peers run where `check` has passed, with the tiles that `tune` and `tune_model`
+have found in the same records. All variables that could bring in NVLink multicast are set for each process.
+
+What to expect of 2 H200s, by arithmetic: matmuls hold 676 to 700 TFLOP/s at the power cap; 275 GB/s each way
+by NCCL, 400 by TMA. A step of 8 layers of Llama 3 8B, two rows of 8,192 tokens on each GPU, 12 documents a
+row, is 235 model TFLOP a GPU and took 397 ms alone; a token of Qwen3-30B-A3B is 19.8 GFLOP, of which its 12
+layers ran 436 T a second, with nothing computed again.
+
+    row            each way, a GPU and step                    in ms             ceiling           last
+    fsdp           3 × 2.8 GB: gathered forward and backward,  3 × 10 behind     1.00 of one GPU   0.953
+                   scattered; 2 × where kept                   397
+    fsdp, copies   the same, by copy engines                   the same          1.00              0.993, kept
+    tensor         8 layers × (4 forward, 6 backward) × 67 MB  20, exposed 19    1.089 × plain     1.071
+                                                               of 234 by plain
+    tuned          33.5 or 67 MB, a gather's backward twice    84 or 168 by TMA  of each case, in its record
+    experts_12     12 layers × 4 × 134 MB                      23 of 478, in     1.00; 0.95 if     not run
+                                                               2 chunks          all exposed
+    experts_whole  48 layers × 6 × 134 MB; forward is          140 of 2,030, in  16,100 tokens/s   not run
+                   computed again, 865 TFLOP; 97 GiB of        2 chunks
+                   state read and written, 43 ms; 125 GiB of
+                   134 by `plan memory` with 8 rows, 128 by
+                   arithmetic with 16
+    experts_skewed 0.6 × the experts' 89 TFLOP of a GPU more   107 on 478        1.00 of that      not run
+
+`tuned`, of the kernel in bursts over plain: bar (ceiling, of the last record): gather 28672 forward 1.08
+(1.15), scatter 14336 forward 1.20 (1.32); backward 1.15: gather 14336 (1.23), gather 28672 (1.15), scatter
+14336 (1.15). The last two leave the kernel nothing to lose: no tile can meet them. At the power cap joules
+decide: what a wave of tiles reads differs by up to 1.3 times between the orders that are tried, and a cluster
+of two reads a third less from the L2 cache; `tried` in the records of `tune` says what each takes.
+"""
+
+import dataclasses
+import itertools
+import json
+import shlex
+import statistics
+import sys
+
+import blocks
+from suites import overlap
+from suites.commits import FSDP, KEPT, SLOWER, TENSOR, InTurns, both
+from suites.overlap import Overlap, said_by
+from suites.rows import AUTO, TINY, Bar, Block, Row, Setup, lines_of
+
+from pallas_kernels.collective_matmul.shapes import GPU
+from pallas_kernels.collective_matmul.tiles import TABLE_FILE
+
+FABRIC = "infiniband_400g"  # of which two GPUs are one host's, joined by NVLink
+EIGHT = ("llama3_8b_8layer", "remat.policy=projections model.loop=unroll")
+COPIES = "mesh.transfers=copies"
+MOE = "mesh.fsdp=1 mesh.expert=2 train.rows=16"
+WHOLE = f"{MOE} train.microbatches=1 offload.level=none offload.fraction=1.0 remat.policy=full"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs(InTurns):
+    """Steps in turns that end by `seconds`, with the tiles that were found before. ratios: (what, a, b), of
+    contenders the rate of a over that of b; a contender `alone` is both GPUs together. gemm: whether the
+    sustained product is measured beside it."""
+
+    documents: int = 12
+    warmup: float = 8.0
+    timed: float = 10.0
+    gpus: int = 2
+    waits: bool = False
+    gemm: bool = False
+    ratios: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def products(self):
+        return super().products if self.gemm else ()
+
+    def refuses(self, setup):
+        return super().refuses(setup) or (unchecked(setup) if self.waits else "")
+
+    def command(self, name, setup):
+        words = [*super().command(name, setup), "--stop-after", f"{self.seconds - 15:g}"]
+        return ["bash", "-c", f"{tuned(setup)}exec {shlex.join(on_two(setup, words, memory=0.9))}"]
+
+    def found(self, setup, done):
+        found = super().found(setup, done)
+        of = found.get("contenders", {})
+        for what, a, b in self.ratios:
+            if {a, b} <= of.keys():
+                found[what] = of[a]["tokens_per_second"] / of[b]["tokens_per_second"]
+        return found
+
+
+def on_two(setup: Setup, words: list[str], devices: int = 2, memory: float = 0.96) -> list[str]:
+    """Returns a command line with what it needs of its environment; for --tiny, with devices of the CPU.
+    memory: the share that XLA takes; less where CUDA loads all code at its start."""
+    if not setup.tiny:
+        return ["env", f"XLA_CLIENT_MEM_FRACTION={memory:g}", *words]
+    # As `Overlap` says of NPROC.
+    forced = f"--xla_force_host_platform_device_count={devices}"
+    return ["env", "JAX_PLATFORMS=cpu", "NPROC=16", f"XLA_FLAGS={forced}", *words]
+
+
+def tuned(setup: Setup) -> str:
+    """Returns the beginning of a command line that takes the tiles found so far, maybe on another machine."""
+    kept = shlex.quote(str(setup.kept("tune") / TABLE_FILE.name))
+    return f"if test -e {kept}; then cp {kept} {TABLE_FILE}; fi && "
+
+
+def unchecked(setup: Setup) -> str:
+    """Returns why kernels that wait for their peers are not to run; empty where they may."""
+    return "" if lines_of(setup.blocks("check"), "check") else "check did not pass"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels(Overlap):
+    """A row of `overlap` on this suite's records."""
+
+    def refuses(self, setup):
+        return unchecked(setup) if self.waits and not self.safety else ""
+
+    def found(self, setup, done):
+        said = {name: said_by(setup, name, setup.blocks(name)) for name in ROWS if name in OF_OVERLAP}
+        said[self.name] = said_by(setup, self.name, done)
+        return overlap.measured({name: of for name, of in said.items() if of}, self.gpus) | {"spread": None}
+
+
+def searched(*cases: str, seconds: float) -> overlap.Callable:
+    """Returns the command that tunes tiles and keeps the table, of an attempt that was cut short too. All
+    rows that tune share one table."""
+
+    def command(setup: Setup, row: Overlap) -> str:
+        folder = setup.kept("tune")
+        words = ["--devices", row.gpus, "--first-run-done", "--tried", "--stop-after", f"{seconds - 60:g}"]
+        run = overlap.python("tune_collective_matmul", *words, "--cases", *cases)
+        take = f"trap 'cp {TABLE_FILE} {folder}' EXIT"
+        return f"mkdir -p {folder} && {tuned(setup)}{take} && {run}"
+
+    return command
+
+
+def torch(setup: Setup, row: Overlap) -> str:
+    """PyTorch's matmuls over symmetric memory, which refuse to begin where there could be multicast."""
+    shapes = {name: dataclasses.asdict(GPU[name]) for name in overlap.ISSUE}
+    peer = str(blocks.HERE / "peers" / "torch_collective_matmul.py")
+    words = [peer, "--devices", str(row.gpus), "--shapes", json.dumps(shapes)]
+    off = "TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 "
+    return off + shlex.join([setup.torch_python, *words])
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts(Row):
+    """A mixture whose experts lie on two GPUs, beside single GPUs that each train alone at the same time, a
+    process each. pair: settings of the two. smaller: over these, where a step with these does not run. alone:
+    whether one GPU can hold it. steps: to warm up with and to time, in place of seconds. seconds: of a block.
+    """
+
+    pair: str = ""
+    smaller: str = ""
+    alone: bool = True
+    steps: tuple[int, int] = ()
+    seconds: float = 90.0
+    gpus: int = 2
+    products = ()
+    small: str = (
+        f"{TINY} model.experts=4 model.top_k=2 model.expert_mlp=64 offload.level=none kernels.attention=auto"
+    )
+
+    def wanted(self, done):
+        alone = [Block("alone", turn, self.seconds, "each") for turn in (1, 2)] if self.alone else []
+        failed = any(each["contender"] == "pair" and "error" in each for each in done)
+        less = [Block("smaller", 1, self.seconds)] if self.smaller and failed else []
+        return [*alone, Block("pair", 1, self.seconds), *less]
+
+    def command(self, name, setup):
+        own = {"pair": self.pair, "smaller": f"{self.pair} {self.smaller}"}.get(name, "")
+        row = dataclasses.replace(self, settings=f"{self.settings} {own}")
+        rows = str(setup.file(row, packed=True))
+        timing = ["--steps", *map(str, self.steps)] if self.steps else setup.seconds(12, 24)
+        timing = ["--steps", "1", "3"] if setup.tiny else timing
+        script = [sys.executable, str(blocks.HERE / "measure" / "step.py"), *setup.words(row)]
+        words = [*script, "--packed-rows", rows, "--keep-compiled", *timing]
+        return on_two(setup, words, 1 if name == "alone" else 2)
+
+    def check(self, setup):
+        setup.config(self)
+        setup.config(self, *self.pair.split())
+
+    def found(self, setup, done):
+        pair, alone = (
+            [line["tokens_per_second"] for of in names for line in lines_of(done, of)]
+            for names in (("pair", "smaller"), ("alone",))
+        )
+        if not pair:
+            return {}
+        found = {"spread": None, "of_a_gpu": pair[0] / self.gpus}
+        apart = abs(alone[0] - alone[1]) / statistics.fmean(alone) if len(alone) > 1 else None
+        one = {"of_one": pair[0] / self.gpus / statistics.fmean(alone)} if alone else {}
+        return found | one | {"spread": apart}
+
+
+class Skewed(Experts):
+    """The same where the router favours one device."""
+
+    def wanted(self, done):
+        return [Block("skewed", 1, self.seconds)]
+
+    def command(self, name, setup):
+        row = dataclasses.replace(self, settings=f"{self.settings} {self.pair}")
+        script = [sys.executable, str(blocks.HERE / "measure" / "experts_skew.py"), *setup.words(row)]
+        return on_two(setup, [*script, *setup.seconds(10, 15)])
+
+    def found(self, setup, done):
+        for line in lines_of(done, "skewed"):
+            of = line["contenders"]
+            spread = max(row["spread"] or 0.0 for row in of.values())
+            return {"over_predicted": line["over_predicted"], "spread": spread, "contenders": of}
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted(Row):
+    """What `plan network` and `plan limits` say of the rows before they run: no GPU, and minutes of a CPU."""
+
+    seconds: float = 540.0
+    gpus: int = 1
+    named: bool = True
+    products, reads, small = (), False, ""
+
+    def wanted(self, done):
+        return [Block(name, 1, self.seconds) for name in PREDICTED]
+
+    def command(self, name, setup):
+        command, config, settings, *more = PREDICTED[name]
+        sets = itertools.chain(*(("--set", word) for word in settings.split()))
+        words = [command, "--config", config, *sets, "--fabric", FABRIC, "--json", *" ".join(more).split()]
+        said = shlex.join([sys.executable, "-m", "jaxthru.plan", *words])
+        return ["env", "JAX_PLATFORMS=cpu", "bash", "-c", f"set -o pipefail; {said} | tr -d '\\n'"]
+
+    def check(self, setup):
+        """Each block has settings of its own."""
+
+    def found(self, setup, done):
+        said = {name: lines_of(done, name) for name in PREDICTED}
+        return {"spread": None} | {name: lines[0] for name, lines in said.items() if lines}
+
+
+def plain(text: str) -> str:
+    """Returns a contender's settings as words."""
+    return f"{EIGHT[1]} {text.replace(',', ' ')}"
+
+
+STEP, TWELVE, ALL = (
+    ("network", *EIGHT[:1]),
+    ("network", "qwen3_30b_a3b_12layer"),
+    ("network", "qwen3_30b_a3b"),
+)
+ON = "--devices 2 --segments"
+PREDICTED = {
+    "limits": ("limits", EIGHT[0], "train.rows=4", "--most 8"),
+    "fsdp": (*STEP, plain(FSDP), f"{ON} 12"),
+    "fsdp_kept": (*STEP, plain(f"{FSDP},{KEPT}"), f"{ON} 12"),
+    "tensor": (*STEP, plain(f"{TENSOR}=none"), f"{ON} 12"),
+    "experts_12": (*TWELVE, MOE, f"{ON} 32"),
+    "experts_whole": (*ALL, WHOLE, f"{ON} 32"),
+}
+"""{row: of `plan`, the command, the configuration, its settings, and options} of what is predicted of it."""
+ALONE = "alone@alone=mesh.fsdp=1"
+DEFAULT = tuple(f"fsdp{side}={FSDP}" for side in ("@old", ""))
+OF_ONE = Bar("of_one", 0.97, "{:.3g} × single GPUs at work at the same time, by default settings")
+RATIOS = (("of_one", "fsdp", "alone"), ("copies", "copies", "alone"), ("copies_kept", "fsdp_copies", "alone"))
+OF_OVERLAP = ("tuned", "exposed")
+# What a step of two rows spends most of its time in; and whose bars were missed, and can be met.
+IN_A_STEP = tuple(
+    f"{name}_{way}" for name in ("gate_up_apart", "down_two_rows") for way in ("forward", "backward")
+)
+MISSED = ("gate_up_forward", "down_forward", "gate_backward")
+PRODUCTS = "--cap-rounds 2 --turns 8 --leave-out ring ring_bidirectional --stop-after 240"
+
+
+def of_overlap(name: str, shell, seconds: float, *bars: Bar, **more) -> dict[str, Kernels]:
+    row = Kernels(name, EIGHT[0], "", bars, shell=shell, seconds=seconds, name=name, **more)
+    return {name: row}
+
+
+EXPOSED = Bar("exposed", 0.03, "{:.0%} exposed transport", most=True)
+# fmt: off
+ROWS = (
+    of_overlap("check", overlap.check("tiny", repeats=1), 75, safety=True, waits=True)
+    | {"fsdp": Pairs("fsdp=2 of both commits, beside single GPUs", *EIGHT, (OF_ONE, *SLOWER), steps=5,
+                     seconds=390, gemm=True, ratios=RATIOS,
+                     contenders=(ALONE, *DEFAULT, f"copies={FSDP},{COPIES}",
+                                 *both("fsdp_kept", "fsdp_copies")))}
+    | of_overlap("torch", torch, 90)
+    | of_overlap("tune_model", searched(*IN_A_STEP, seconds=190), 190, waits=True)
+    | {"tensor": Pairs("tensor=2 of both commits", *EIGHT,
+                       (Bar("fused", 1.08, "{:.3g} × XLA's collectives"), *SLOWER), steps=9, seconds=190,
+                       waits=True, ratios=(("fused", "tensor_fused", "tensor"),),
+                       contenders=both("tensor", "tensor_fused"))}
+    | of_overlap("tune", searched(*MISSED, seconds=160), 160, waits=True)
+    | of_overlap("tuned", overlap.bench("forward", "backward", more=PRODUCTS, table=True), 300,
+                 *overlap.kernels("forward"), *overlap.kernels("backward"), waits=True)
+    | {"experts_12": Experts("Qwen3-30B-A3B, 12 layers, expert=2", "qwen3_30b_a3b_12layer", common=AUTO,
+                             bars=(Bar("of_one", 0.95, "{:.3g} × one GPU's tokens per second, a GPU"),),
+                             pair=MOE)}
+    | {"exposed": Kernels("the same, what its trace shows", "qwen3_30b_a3b_12layer", "", (EXPOSED,),
+                          common=AUTO, shell=overlap.traced(base=MOE.split()), seconds=120, name="exposed")}
+    | {"experts_skewed": Skewed("the same, a router that gives one GPU 1.6 times the mean",
+                                "qwen3_30b_a3b_12layer", common=AUTO, pair=MOE, seconds=130,
+                                bars=(Bar("over_predicted", 1.05, "{:.3g} × the busier GPU's predicted time",
+                                          most=True),))}
+    | {"experts_whole": Experts("Qwen3-30B-A3B whole, expert=2, resident", "qwen3_30b_a3b", common="",
+                                bars=(Bar("of_a_gpu", 15_500, "{:,.0f} tokens/s a GPU"),), alone=False,
+                                pair=WHOLE, smaller="train.rows=8", steps=(2, 12), seconds=300)}
+    | {"predicted": Predicted("what `plan network` says of them beforehand", "llama3_8b_8layer")}
+)
+# fmt: on
+NOTES = """\
+On two GPUs; `fsdp` and `tensor` need --old FOLDER, the other commit's files (git archive). `copies` and
+`copies_kept` in the record of `fsdp` are the rates by copy engines, without and with parameters kept, over
+single GPUs'. `predicted` runs on a CPU, where it is named.
+"""
