@@ -1,6 +1,7 @@
 """Experts over a mesh: every mesh gives one device's outputs and gradients, whatever the router does."""
 
 import collections
+import dataclasses
 import functools
 import math
 import re
@@ -8,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cases import named, slow_but_for
 
 from jaxthru.models.experts import experts, routed
@@ -187,3 +189,19 @@ def test_a_token_that_goes_nowhere_has_no_output_and_no_gradient():
     assert int(routing.counts_E.sum()) == int(valid_N.sum()) * K
     assert all(np.isfinite(gradient).all() for gradient in gradients)
     assert np.all(np.asarray(gradients[0])[~np.asarray(valid_N)] == 0)
+
+
+@pytest.mark.slow
+def test_in_float8_a_mesh_gives_one_device_s_numbers():
+    """Scales are each device's own and powers of two: another one rounds otherwise only what is tiny."""
+
+    def run(mesh: str):
+        ops = dataclasses.replace(ops_on(BY_NAME[mesh]), float8_experts=True)
+        return jax.tree.leaves(jax.device_get(jitted(ops)(**placed(ops))[:2]))
+
+    def apart(a, b) -> float:
+        return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+    exact = jax.tree.leaves(wanted("none")[:2])
+    for one, other, plain in zip(run("{}"), run(str(SHARDED)), exact, strict=True):
+        assert apart(other, one) < 0.01 < 0.02 < apart(one, plain) < 0.1
