@@ -361,7 +361,7 @@ def test_rows_run_on_a_cpu(tmp_path):
         assert ended.returncode == 0, ended.stderr
         return {row: json.loads((tmp_path / f"profiler_{row}.json").read_text()) for row in rows.split(",")}
 
-    records = measured("clean,slow_loader,8layer_fsdp2,extra_all_gather,8layer_offload,clock,off")
+    records = measured("clean,slow_loader,8layer_fsdp2,extra_all_gather,clock,off")
     lines = {row: record["blocks"][0].get("line", record["blocks"][0]) for row, record in records.items()}
     assert not [of["error"] for of in lines.values() if "error" in of]
     assert all(record["device"]["kind"] == "cpu" and record["versions"] for record in records.values())
