@@ -1,6 +1,7 @@
 """Trainers, data servers and token workers of a host are killed: the batches stay, and nothing is left."""
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -118,8 +119,9 @@ class Trainers:
         trainers = [process.pid for process in self.processes if process and process.poll() is None]
         able = draw.choice([trainers, of_module(SERVER, self.place.name), of_module(WORKER, self.place.name)])
         for process in draw.sample(able, min(len(able), 1)):
-            os.kill(process, signal.SIGKILL)
-            self.kills += 1
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(process, signal.SIGKILL)
+                self.kills += 1
 
     def _train(self, number: int) -> None:
         each, start = ROWS // self.count, 0
