@@ -25,7 +25,6 @@ from jaxthru.plan import __main__ as plan
 from jaxthru.profile.show import command as profile
 from jaxthru.runtime import aot
 
-SLOW = pytest.mark.slow
 FAMILY, LARGE = "toys.alternating", alternating.Config()
 SMALL = {"words": 512, "width": 64, "ways": 4, "way_size": 16, "hidden": 128}
 STEPS, SAVED, PROFILED = 8, 4, 4
@@ -106,9 +105,8 @@ def test_its_losses_and_counts_are_in_the_record(trained):
         assert row["active"] == int(row["active"]) and 0.4 < row["active"] / units < 0.6
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param("unroll", marks=SLOW), pytest.param("mesh", marks=SLOW), "offloaded"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["unroll", "mesh", "offloaded"])
 def test_every_way_of_training_gives_the_same_losses(trained, way):
     check_alike(trained(way), trained("scan"))
 
