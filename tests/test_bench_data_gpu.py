@@ -152,7 +152,7 @@ def test_balanced_steps_are_predicted_and_timed(tmp_path):
     assert line["rows"] == 8 and len(line["costs"]["points"]) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.2)
 @pytest.mark.parametrize("of", ("jaxthru", "grain", "grain-mp", "unstarved"))
 def test_a_starved_run_is_timed(tmp_path, of):
     words = ("--sources", "2", "--pages", "8", "--vocabulary", "1000", "--milliseconds", "1", "--input", of)

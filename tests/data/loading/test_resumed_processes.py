@@ -64,7 +64,7 @@ def in_shared_memory(process: Path) -> list[str]:
     return [line for line in (process / "maps").read_text().splitlines() if "/dev/shm/" in line]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.7)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_killed_and_resumed_by_other_processes_the_batches_are_the_same(tmp_path):
     """With a schedule of weights, and tokens made while training; the undisturbed run has them stored."""
