@@ -5,6 +5,7 @@ from pathlib import Path
 import fsspec
 from etils import epath
 
+from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, require
 
 AnyPath = Path | epath.Path
@@ -37,6 +38,16 @@ def address(url: str) -> epath.Path:
         remedy = "`gcloud auth application-default login` gives credentials"
         raise InputError(f"{said}: cannot be reached ({reason_of(error)}); {remedy}") from error
     return place
+
+
+def write_whole(path: AnyPath, text: str) -> None:
+    """Writes a file that is whole or not there, as any is in a bucket. Raises InputError if it cannot be."""
+    if isinstance(path, Path):
+        return write_atomically(path, text)
+    try:
+        path.write_text(text)
+    except Exception as error:  # of whichever library it is
+        raise InputError(f"{path}: cannot be written ({reason_of(error)})") from error
 
 
 def reason_of(error: Exception) -> str:

@@ -17,13 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxthru.runtime import exit_codes
-from jaxthru.runtime.atomic import write_atomically
-from jaxthru.runtime.bucket import AnyPath, reason_of
-from jaxthru.runtime.errors import TrainingError, require
+from jaxthru.runtime.bucket import AnyPath, write_whole
+from jaxthru.runtime.errors import require
 from jaxthru.runtime.nvml import bus_ids
 from jaxthru.training.rows import last
 
@@ -93,7 +91,7 @@ class Failures:
 
     def add(self, step: int) -> int:
         """Books that a run failed with so many steps done; returns how often it has now, at this one. Raises
-        TrainingError if that cannot be kept: a step that keeps failing would be started for ever."""
+        InputError if that cannot be kept: a step that keeps failing would be started for ever."""
         if step > self._furthest:
             self._counts.clear()
         self._furthest = max(step, self._furthest)
@@ -114,12 +112,8 @@ class Failures:
                 self._file.unlink(missing_ok=True)
 
     def _keep(self, counts: dict) -> None:
-        if self._file is not None:  # in a bucket a file is whole or not there
-            write = write_atomically if isinstance(self._file, Path) else type(self._file).write_text
-            try:
-                write(self._file, json.dumps(counts) + "\n")
-            except Exception as error:  # of whichever library it is
-                raise TrainingError(f"{self._file}: cannot be written ({reason_of(error)})") from error
+        if self._file is not None:
+            write_whole(self._file, json.dumps(counts) + "\n")
 
 
 def steps_done(run_dir: AnyPath) -> int:

@@ -1,6 +1,5 @@
 """The supervisor restarts what a restart can mend, and nothing else."""
 
-import errno
 import json
 import os
 import signal
@@ -207,15 +206,16 @@ def test_counts_outlast_a_process_and_are_forgotten_once_it_is_given_up(tmp_path
     assert len(capsys.readouterr().err.splitlines()) == 6
 
 
-def test_a_count_that_cannot_be_kept_is_said_in_a_line(tmp_path, monkeypatch, capsys):
-    def stale(*of):
-        raise OSError(errno.ESTALE, "Stale file handle")
+def test_a_count_that_a_bucket_does_not_take_is_said_in_a_line():
+    class Refuses:
+        def write_text(self, text):
+            raise RuntimeError("503\nslow down")
 
-    monkeypatch.setattr(supervisor, "write_atomically", stale)
-    assert supervise.main(["--after", "70", "--", "python", "--run-dir", str(tmp_path)]) == 1
-    counts = tmp_path / supervise.COUNTS
-    said = f"jaxthru: {counts}: cannot be written ([Errno {errno.ESTALE}] Stale file handle)\n"
-    assert capsys.readouterr().err == said
+        def __str__(self):
+            return "gs://b/r/failures.json"
+
+    with pytest.raises(InputError, match=r"^gs://b/r/failures.json: cannot be written \(503 slow down\)$"):
+        Failures(Refuses()).add(3)
 
 
 def test_progress_clears_the_counts(tmp_path):
