@@ -47,7 +47,8 @@ class StopSignal:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         StopSignal._made += 1
-        self._clock, self._first, self._apart = clock, None, 1
+        self._clock, self._first = clock, None
+        self._apart = self._apart_before = 1  # steps from a look to the next, here and in the SPAN before
         self._key = f"jaxthru/stop_at/{StopSignal._made}"
         self._asked: signal.Signals | None = None
         self._asked_at = 0.0
@@ -79,7 +80,7 @@ class StopSignal:
             self._first, self._announced = step, Announcements("jaxthru/stop_looks/")
         made = step - self._first
         self._settle(made)
-        if self._stop_at is None and (self._asked is not None or made % self._apart == 0):
+        if self._stop_at is None and (self._asked is not None or self._all_look(made)):
             self._agree(made)
         return self._stop_at is not None and step >= self._stop_at
 
@@ -93,7 +94,8 @@ class StopSignal:
         decides by the time that steps take. made: steps asked about so far."""
         span, within = divmod(made, self.SPAN)
         if within == 0:
-            self._apart = int(self._announced.read(span - 1)) if span else 1
+            apart = int(self._announced.read(span - 1)) if span else 1
+            self._apart_before, self._apart = self._apart, apart
             self._began = self._clock()
         elif within == self.SPAN - self.NOTICE and self._announced.speaks:
             pace, apart = (self._clock() - self._began) / within, self.APART
@@ -101,11 +103,16 @@ class StopSignal:
                 apart //= 2
             self._announced.publish(span, str(apart))
 
+    def _all_look(self, made: int) -> bool:
+        """Says whether all look at a step. In the first of a SPAN they also do as in the one before, in whose
+        last steps it was not known at which they would."""
+        apart = self._apart if made % self.SPAN >= self.APART else min(self._apart, self._apart_before)
+        return made % apart == 0
+
     def _agree(self, made: int) -> None:
         """Takes over the step to stop at that the first process to ask for a stop has published, if any has,
         and the signal that it had."""
-        # In the last steps of a SPAN it is not known yet at which all look next.
-        if self._asked is not None and made % self.SPAN < self.SPAN - self.NOTICE:
+        if self._asked is not None:
             look = -(-(made + self.AHEAD) // self._apart) * self._apart
             try:
                 said = f"{self._first + look} {int(self._asked)}"

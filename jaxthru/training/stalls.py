@@ -46,7 +46,8 @@ class Stalls:
 
     def step(self, row: Row) -> None:
         """Takes the row of a step."""
-        usual = self._usual("step_seconds") if len(self._recent) >= FEWEST else None
+        asked = len(self._recent) >= FEWEST and row["step_seconds"] > EXCESS  # else none is; a median costs
+        usual = self._usual("step_seconds") if asked else None
         self._recent.append(row)
         if usual is None or row["step_seconds"] <= max(FACTOR * usual, usual + EXCESS):
             return

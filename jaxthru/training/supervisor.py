@@ -22,8 +22,8 @@ from typing import Any
 
 from jaxthru.runtime import exit_codes
 from jaxthru.runtime.atomic import write_atomically
-from jaxthru.runtime.bucket import AnyPath
-from jaxthru.runtime.errors import require
+from jaxthru.runtime.bucket import AnyPath, reason_of
+from jaxthru.runtime.errors import TrainingError, require
 from jaxthru.runtime.nvml import bus_ids
 from jaxthru.training.rows import last
 
@@ -92,7 +92,8 @@ class Failures:
             self._counts.update({int(step): int(count) for step, count in kept["failed"].items()})
 
     def add(self, step: int) -> int:
-        """Books that a run failed with so many steps done; returns how often it has now, at this one."""
+        """Books that a run failed with so many steps done; returns how often it has now, at this one. Raises
+        TrainingError if that cannot be kept: a step that keeps failing would be started for ever."""
         if step > self._furthest:
             self._counts.clear()
         self._furthest = max(step, self._furthest)
@@ -109,12 +110,16 @@ class Failures:
         """Begins anew: a run that has been given up may be started again once its cause is mended."""
         self._counts.clear()
         if self._file is not None:
-            self._file.unlink(missing_ok=True)
+            with contextlib.suppress(Exception):  # of whichever library; it is said already that it is over
+                self._file.unlink(missing_ok=True)
 
     def _keep(self, counts: dict) -> None:
         if self._file is not None:  # in a bucket a file is whole or not there
             write = write_atomically if isinstance(self._file, Path) else type(self._file).write_text
-            write(self._file, json.dumps(counts) + "\n")
+            try:
+                write(self._file, json.dumps(counts) + "\n")
+            except Exception as error:  # of whichever library it is
+                raise TrainingError(f"{self._file}: cannot be written ({reason_of(error)})") from error
 
 
 def steps_done(run_dir: AnyPath) -> int:

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Trains on a TPU pod slice; run it on all of its hosts at once, in a checkout of this repository:
 #   gcloud compute tpus tpu-vm ssh NAME --worker=all --command='cd jaxthru && scripts/launch/tpu_pod.sh --config ...'
-# The run directory (--run-dir) is gs://BUCKET/RUN, or lies on a file system that all hosts see. After a crash, a hang, a
-# lost process or a stop each host starts its process again, and they meet anew; a step that fails three times is given
-# up. SIGTERM or Ctrl-C, sent on all hosts, saves and ends the run. A slice that was deleted has to be made, and this
-# started on it, by whoever made it.
+# The run directory (--run-dir) is gs://BUCKET/RUN, or lies on a file system that all hosts see. After a crash, a hang or
+# a lost process each host starts its process again, and they meet anew; a step that fails three times is given up.
+# SIGTERM or Ctrl-C, sent on all hosts, saves and ends the run; sent on one, it ends this there, and the others wait for
+# it until they give up. A slice that was deleted has to be made, and this started on it, by whoever made it.
 set -euo pipefail
 attribute() {
   curl -fsS -H 'Metadata-Flavor: Google' \

@@ -1,5 +1,6 @@
 """The supervisor restarts what a restart can mend, and nothing else."""
 
+import errno
 import json
 import os
 import signal
@@ -204,6 +205,17 @@ def test_counts_outlast_a_process_and_are_forgotten_once_it_is_given_up(tmp_path
     assert supervise.main(["--after", "137", *words]) == 0
     assert json.loads((tmp_path / supervise.COUNTS).read_text()) == {"furthest": 0, "failed": {"0": 1}}
     assert len(capsys.readouterr().err.splitlines()) == 6
+
+
+def test_a_count_that_cannot_be_kept_is_said_in_a_line(tmp_path, monkeypatch, capsys):
+    def stale(*of):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(supervisor, "write_atomically", stale)
+    assert supervise.main(["--after", "70", "--", "python", "--run-dir", str(tmp_path)]) == 1
+    counts = tmp_path / supervise.COUNTS
+    said = f"jaxthru: {counts}: cannot be written ([Errno {errno.ESTALE}] Stale file handle)\n"
+    assert capsys.readouterr().err == said
 
 
 def test_progress_clears_the_counts(tmp_path):
