@@ -91,7 +91,7 @@ def test_single_gpus_are_timed_together_and_resident_as_the_pair_is(bench, monke
     def block_of(name, turn, command, gpu, limit):
         ran.append((name, gpu))
         assert "offload.level=none" in command and "offload.level=auto" not in command
-        return {"contender": name, "round": turn, "line": {"tokens_per_second": 1.0}}
+        return {"contender": name, "round": turn, "gpu": None, "line": {"tokens_per_second": 1.0}}
 
     monkeypatch.setattr(suite.Setup, "file", file)
     monkeypatch.setattr(suite.blocks, "block_of", block_of)
