@@ -144,7 +144,7 @@ def test_a_slow_first_run_makes_no_short_turns(bench, clock, monkeypatch):
     turn = module.programs.turn
     monkeypatch.setattr(module.programs, "turn", lambda *words: turns.append(words[2]) or turn(*words))
     how = types.SimpleNamespace(warmup_turns=2, turns=2, turn_seconds=0.2, rest_seconds=0.0)
-    how.cap_rounds, how.adds = 0, False
+    how.cap_rounds, how.adds, how.leave_out = 0, False, ()
     module.measure(case, how)
     a_round = len(runs)
     assert min(turns[2 * a_round : 4 * a_round] + turns[6 * a_round :]) > 1

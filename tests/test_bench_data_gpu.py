@@ -141,7 +141,7 @@ def test_one_device_has_nothing_to_balance(tmp_path):
     assert told.splitlines()[-1].startswith("balance_steps.py: 1 device takes all rows: nothing to balance")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.2)
 def test_balanced_steps_are_predicted_and_timed(tmp_path):
     small = ("--set", "data.sequence=256", "--set", "model.vocabulary=2048", "--set", "train.seed=1")
     small += ("--set", "data.packing=best_fit")
@@ -156,6 +156,7 @@ def test_balanced_steps_are_predicted_and_timed(tmp_path):
 @pytest.mark.parametrize("of", ("jaxthru", "grain", "grain-mp", "unstarved"))
 def test_a_starved_run_is_timed(tmp_path, of):
     words = ("--sources", "2", "--pages", "8", "--vocabulary", "1000", "--milliseconds", "1", "--input", of)
+    words += ("--set", "model.vocabulary=1024", "--set", "train.rows=2")
     line, _ = run("measure/starved.py", "--folder", str(tmp_path), *words)
     assert line["tokens_per_second"] > 0 and line["input"] == of
     assert 0 <= line["data_wait"] < 1

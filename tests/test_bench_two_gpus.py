@@ -4,6 +4,8 @@ import dataclasses
 import json
 import re
 import shlex
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +78,30 @@ def test_bars_are_about_what_rows_find(suite, prepared):
     exposed = {"devices": {"GPU:0": {"exposed_collectives": 0.02}}}
     done = [{"contender": "exposed", "round": 1, "line": exposed}]
     assert suite.ROWS["exposed"].bars[0].met(suite.ROWS["exposed"].found(prepared, done))
+
+
+def test_single_gpus_are_timed_together_and_resident_as_the_pair_is(bench, monkeypatch, tmp_path):
+    """Both read one file of batches, which one thread writes."""
+    suite, threads, ran = bench("suite"), set(), []
+
+    def file(*_, **__) -> Path:
+        threads.add(threading.current_thread())
+        return tmp_path / "batches.npz"
+
+    def block_of(name, turn, command, gpu, limit):
+        ran.append((name, gpu))
+        assert "offload.level=none" in command and "offload.level=auto" not in command
+        return {"contender": name, "round": turn, "gpu": None, "line": {"tokens_per_second": 1.0}}
+
+    monkeypatch.setattr(suite.Setup, "file", file)
+    monkeypatch.setattr(suite.blocks, "block_of", block_of)
+    monkeypatch.setattr(suite, "corpus", lambda: "quickstart")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    words = ["suite.py", "two_gpus", "--rows", "experts_12", "--output", str(tmp_path), "--commit", "0" * 40]
+    monkeypatch.setattr(sys, "argv", words)
+    assert suite.main() == 0
+    assert sorted(ran) == [("alone", "0"), ("alone", "1"), ("pair", "0,1")]
+    assert threads == {threading.main_thread()}
 
 
 def test_a_router_is_skewed_by_a_bias_on_the_first_devices_experts(bench):

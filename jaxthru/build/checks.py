@@ -171,9 +171,13 @@ def attention_by(config: RunConfig, platform: str | None = None) -> str:
 
 
 def setting_behind(config: RunConfig, refusal: Unsupported) -> str:
-    """Returns the setting behind a refusal, as `key = value`: which implementation was named."""
+    """Returns the setting behind a refusal, as `key = value`: which implementation was named, or what has but
+    one."""
     key = refusal.operation
-    return f"kernels.{key} = {getattr(config.kernels, key)!r}"
+    chosen = getattr(config.kernels, key)
+    if key == "grouped_matmul" and chosen == "auto" and config.precision.float8_experts:
+        return float8_setting(config)  # of all other grouped matmuls `auto` has one that always runs
+    return f"kernels.{key} = {chosen!r}"
 
 
 def left_wide(config: RunConfig) -> str:

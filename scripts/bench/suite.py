@@ -93,19 +93,23 @@ def measure(record: dict, row: Row, setup: Setup, path: Path, ends: float) -> bo
         group = [block for block in left if block.group and block.group == left[0].group] or left[:1]
         if time.monotonic() + max(block.seconds for block in group) > ends:
             return False
+        on = gpus if group[0].group else [",".join(gpus)]
+        here = dataclasses.replace(setup, done=tuple(record["blocks"]))
+        # Made one after the other: those of a group may write the same file for what they read.
+        commands = [
+            gemm_command(block.name, here) if block.name in GEMM else row.command(block.name, here)
+            for block, _ in zip(group, on, strict=False)
+        ]
+
         limit = min(LIMIT, ends - time.monotonic())
 
-        def run(block: Block, gpu: str, limit: float = limit) -> dict:
-            known = block.name in GEMM
-            here = dataclasses.replace(setup, done=tuple(record["blocks"]))
-            command = gemm_command(block.name, here) if known else row.command(block.name, here)
+        def run(block: Block, command: list[str], gpu: str, limit: float = limit) -> dict:
             return blocks.block_of(block.name, block.turn, command, gpu, limit)
 
-        on = gpus if group[0].group else [",".join(gpus)]
         with concurrent.futures.ThreadPoolExecutor(len(on)) as pool:
             each = pool.map if len(on) > 1 else map  # in this thread a signal ends a block
             try:
-                ran = list(each(run, group, on))  # of a group, as many at once as there are GPUs
+                ran = list(each(run, group, commands, on))  # of a group, as many at once as there are GPUs
             except (SystemExit, KeyboardInterrupt):
                 if len(on) > 1:  # the pool's threads would wait for blocks, which end with this process
                     harness.end(143)

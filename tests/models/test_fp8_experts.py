@@ -9,7 +9,7 @@ import pytest
 
 from jaxthru import config as configuration
 from jaxthru.build import proposals
-from jaxthru.build.checks import validate
+from jaxthru.build.checks import setting_behind, validate
 from jaxthru.build.matmul_choice import account
 from jaxthru.build.memory_estimate import layout_of
 from jaxthru.models import fp8
@@ -110,13 +110,24 @@ def test_what_rules_it_out_is_one_line(settings, said):
     assert "\n" not in str(refused.value)
 
 
-def test_what_the_kernel_cannot_multiply_is_refused_on_a_gpu():
-    """And nothing slower takes its place without a word."""
+@pytest.mark.parametrize(
+    ("named", "setting"),
+    [
+        ("auto", "precision.matmul = 'fp8_experts'"),
+        ("mosaic_gpu", "kernels.grouped_matmul = 'mosaic_gpu'"),
+    ],
+)
+def test_what_the_kernel_cannot_multiply_is_refused_on_a_gpu(named, setting):
+    """And nothing slower takes its place without a word. What was asked for is named."""
     x, w, _, sizes = drawn()
-    with assumed("gpu"), pytest.raises(Unsupported, match=r"columns of x, 64, do not divide by 128"):
-        jax.eval_shape(
-            lambda x, w: fp8.grouped(x, w, sizes, None), x.astype("bfloat16"), w.astype("bfloat16")
-        )
+    config = load(f"kernels.grouped_matmul={named}")
+    by = config.kernels.named("grouped_matmul")
+    with (
+        assumed("gpu"),
+        pytest.raises(Unsupported, match=r"columns of x, 64, do not divide by 128") as refused,
+    ):
+        jax.eval_shape(lambda x, w: fp8.grouped(x, w, sizes, by), x.astype("bfloat16"), w.astype("bfloat16"))
+    assert setting_behind(config, refused.value) == setting
 
 
 def test_the_account_of_auto_leaves_experts_out():
