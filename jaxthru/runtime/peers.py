@@ -8,6 +8,7 @@ main threads may wait in a collective for what never comes.
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import signal
 import socket
@@ -46,7 +47,9 @@ UNWIND_SECONDS = 12.0
 """The same for one that has begun to."""
 LINGER_SECONDS = 6.0
 """How long process 0 stays for the others to read why they end, at most."""
-LEFT = "left"
+LEFT, GONE = "left", "gone"
+"""What a process says last: it has done its part, or a fault ended it, maybe while process 0 was stopped."""
+LEFT_THE_RUN = "has left the run"
 SLOWEST_FIELDS = ("slowest_process", "slowest_process_seconds", "median_process_seconds")
 """What a row of metrics says of the processes of a run, if there are several."""
 
@@ -61,10 +64,8 @@ class Peers:
         self._folder = f"jaxthru/peers/{Peers._made}/"
         self.index, self.count = jax.process_index(), jax.process_count()
         self.fault: Fault | None = None
-        self._known = threading.Event()
-        self._done = threading.Event()
-        self._heard = True
-        self._suspects = self._speaks = False
+        self._known, self._done = threading.Event(), threading.Event()
+        self._heard, self._suspects, self._speaks = True, False, False
         self._host_seconds, self._steps = 0.0, 0
         self._beats: dict[int, tuple[str, int]] = {}  # what each said last, and how many beats ago
         self._hosts: dict[int, str] = {}
@@ -79,7 +80,7 @@ class Peers:
     def close(self) -> None:
         """Says that this process has done its part, and watches no more."""
         self.stop()
-        self._leave()
+        self._leave(LEFT)
 
     def stop(self) -> None:
         """Watches no more: an error that somebody handles ends no process."""
@@ -149,7 +150,7 @@ class Peers:
     def _go(self, code: int) -> NoReturn:
         self._done.set()
         if self.index:
-            self._leave()
+            self._leave(GONE)
         else:
             until = time.monotonic() + LINGER_SECONDS
             while time.monotonic() < until and self._others_here():
@@ -161,7 +162,7 @@ class Peers:
         lost = {self.fault.process} if self.fault else set()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             texts = self._all("beats/")
-            return any(texts.get(one) != LEFT for one in range(1, self.count) if one not in lost)
+            return any(texts.get(one) not in (LEFT, GONE) for one in range(1, self.count) if one not in lost)
         return True
 
     def _another(self, seconds: float) -> Fault | None:
@@ -170,8 +171,8 @@ class Peers:
         while not self._known.wait(BEAT_SECONDS) and time.monotonic() < until:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 for process, text in self._all("beats/").items():
-                    if text == LEFT:
-                        return Fault(process, self.host(process), PEER_LOST, "has left the run")
+                    if text in (LEFT, GONE):
+                        return Fault(process, self.host(process), PEER_LOST, LEFT_THE_RUN)
         return self.fault
 
     def _beat(self) -> None:
@@ -208,15 +209,14 @@ class Peers:
         self._slowest = dict(zip(SLOWEST_FIELDS, (slow, seconds.get(slow), median), strict=True))
         suspected = any(words[1:2] == ["1"] for words in said.values())
         limit, first = (SUSPECTED_BEATS,) * 2 if suspected else (LOST_BEATS, FIRST_BEATS)
-        late = {}
+        lost = {process: (math.inf, LEFT_THE_RUN) for process, text in texts.items() if text == GONE}
         for process, (text, age) in ages.items():
             silent = process and age > SUSPECTED_BEATS and self._pulses.silent(process) > 1
             if silent and age > (limit if text else first):
-                late[process] = age
-        if late and not self.fault:
-            process = max(late, key=late.__getitem__)
-            why = f"is lost: it has given no sign of life for {late[process] * BEAT_SECONDS:.0f} s"
-            self._publish(Fault(process, self.host(process), PEER_LOST, why))
+                lost[process] = age, f"is lost: it has given no sign of life for {age * BEAT_SECONDS:.0f} s"
+        if lost and not self.fault:
+            process = max(lost, key=lost.__getitem__)
+            self._publish(Fault(process, self.host(process), PEER_LOST, lost[process][1]))
 
     def _watch(self) -> None:
         silent = 0
@@ -256,8 +256,8 @@ class Peers:
         within(3.0, publish)
         self._learn(fault)
 
-    def _leave(self) -> None:
-        within(1.0, lambda: self._set(f"beats/{self.index}", LEFT))
+    def _leave(self, how: str) -> None:
+        within(1.0, lambda: self._set(f"beats/{self.index}", how))
 
     def _set(self, key: str, text: str) -> None:
         key_value_store().key_value_set(f"{self._folder}{key}", text, allow_overwrite=True)

@@ -166,6 +166,14 @@ def test_one_that_left_without_a_word_is_the_cause_at_once(pair, monkeypatch):
     assert isinstance(error, PeerError) and str(error).endswith("has left the run")
 
 
+def test_who_a_fault_has_ended_while_process_0_was_stopped_is_lost(pair):
+    """No collective need fail: process 0 may write a checkpoint, and wait for the other's part."""
+    first, second, _ = pair
+    second._leave(peers.GONE)
+    until(lambda: first.went)
+    assert (first.fault.process, first.fault.why) == (1, "has left the run")
+
+
 def test_who_has_left_is_not_lost(pair, monkeypatch):
     first, second, _ = pair
     monkeypatch.setattr(peers, "LOST_BEATS", 3)
