@@ -43,10 +43,10 @@ def test_who_keeps_the_interpreters_lock_lives_and_who_is_stopped_does_not(pulse
         while pulses.silent(1) == math.inf and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.5)
-        assert after(0.1, pulses) == 0
+        assert after(0.2, pulses) == 0
         process.send_signal(signal.SIGSTOP)
         time.sleep(0.1)
-        assert after(0.1, pulses) == 3
+        assert after(0.1, pulses) >= 3  # the first reading, too, if all had been read before
     finally:
         process.kill()
         process.wait()
