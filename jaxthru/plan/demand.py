@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxthru.build.defaults import plain
 from jaxthru.config import RunConfig
 from jaxthru.models import facts, family
+from jaxthru.models.layers import PrecisionConfig
 from jaxthru.models.remat import BY_ROW, kept_bytes
 from jaxthru.models.stage import Chain, Mixture, Stage, distinct
 from jaxthru.optim.formats import FORMATS
@@ -102,10 +103,11 @@ def rate_of(device: str, kind: str, need: Demand, matmul: str) -> tuple[float, s
     known = {way: SUSTAINED.get((device, way)) for way in ("compute", "fp8")}
     plain_rate, fast = known["compute"] or peak, known["fp8"] or 2 * peak
     said = "sustained in products, measured" if known["compute"] else DATA_SHEET
-    if matmul not in ("fp8", "fp8_experts"):
+    precision = PrecisionConfig(matmul=matmul)
+    if not precision.float8:
         return plain_rate, said
     flops = 6 * need.multiplied(experts=False)
-    if matmul == "fp8_experts":
+    if precision.float8_experts:
         flops += 4 * (need.multiplied() - need.multiplied(experts=False))
     blocks = flops * need.tokens / need.flops
     return 1 / (blocks / fast + (1 - blocks) / plain_rate), f"{said}; the blocks' matrices in float8"

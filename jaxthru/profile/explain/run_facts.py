@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxthru.build.defaults import AUTO
 from jaxthru.models.kernels import KernelsConfig
+from jaxthru.models.layers import PrecisionConfig
 from jaxthru.profile.account.ledger import Ledger
 from jaxthru.runtime.aot import TARGETS
 from jaxthru.runtime.mesh import shape_of
@@ -55,7 +56,7 @@ class RunFacts:
     @property
     def float8(self) -> bool:
         """Says whether linear layers are multiplied in float8."""
-        return self["precision.matmul"] in ("fp8", "fp8_experts")
+        return PrecisionConfig(matmul=self["precision.matmul"]).float8
 
     @property
     def tensor(self) -> int:
