@@ -253,19 +253,14 @@ def plain(text: str) -> str:
     return f"{EIGHT[1]} {text.replace(',', ' ')}"
 
 
-STEP, TWELVE, ALL = (
-    ("network", *EIGHT[:1]),
-    ("network", "qwen3_30b_a3b_12layer"),
-    ("network", "qwen3_30b_a3b"),
-)
 ON = "--devices 2 --segments"
 PREDICTED = {
     "limits": ("limits", EIGHT[0], "train.rows=4", "--most 8"),
-    "fsdp": (*STEP, plain(FSDP), f"{ON} 12"),
-    "fsdp_kept": (*STEP, plain(f"{FSDP},{KEPT}"), f"{ON} 12"),
-    "tensor": (*STEP, plain(f"{TENSOR}=none"), f"{ON} 12"),
-    "experts_12": (*TWELVE, MOE, f"{ON} 32"),
-    "experts_whole": (*ALL, WHOLE, f"{ON} 32"),
+    "fsdp": ("network", EIGHT[0], plain(FSDP), f"{ON} 12"),
+    "fsdp_kept": ("network", EIGHT[0], plain(f"{FSDP},{KEPT}"), f"{ON} 12"),
+    "tensor": ("network", EIGHT[0], plain(f"{TENSOR}=none"), f"{ON} 12"),
+    "experts_12": ("network", "qwen3_30b_a3b_12layer", MOE, f"{ON} 32"),
+    "experts_whole": ("network", "qwen3_30b_a3b", WHOLE, f"{ON} 32"),
 }
 """{row: of `plan`, the command, the configuration, its settings, and options} of what is predicted of it."""
 ALONE = "alone@alone=mesh.fsdp=1"
