@@ -55,7 +55,7 @@ def draw(sizes, columns: int, results: int, seed: int | None = None):
 
 def by_group(x, sizes):
     ends = np.cumsum(sizes)
-    return np.split(np.asarray(x, np.float64)[: ends[-1]], ends[:-1])
+    return np.split(np.asarray(x)[: ends[-1]].astype(np.float64), ends[:-1])
 
 
 def products(x, w, sizes):
