@@ -30,7 +30,7 @@ from jaxthru.huggingface.config import read_config
 from jaxthru.huggingface.generation_config import GenerationDefaults, read_generation_defaults
 from jaxthru.huggingface.weights import Weights
 from jaxthru.runtime import hardware, xla
-from jaxthru.runtime.bucket import is_url
+from jaxthru.runtime.bucket import STORES, is_url
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training import layout as on_disk
@@ -190,8 +190,11 @@ def load(
 def folder_of(where: Path | str | RunDirectory) -> Path:
     """Returns the folder of a run, or of published weights. Raises InputError if there is none."""
     address = where.where if isinstance(where, RunDirectory) else str(where)
-    remedy = "copy it first (`gcloud storage cp --recursive`), and give the copy"
-    require(not is_url(address), f"{address}: a run in a bucket cannot be used from there; {remedy}")
+    if is_url(address):
+        store = STORES.get(address.partition("://")[0])
+        how = f" (`{store.copy}`)" if store else ""
+        said = f"{address}: a run in a bucket cannot be used from there; copy it first{how}, and give the copy"
+        raise InputError(said)
     path = where.path if isinstance(where, RunDirectory) else Path(where).expanduser()
     require(path.is_dir(), f"{path}: no such folder; give a run directory, or a folder of published weights")
     return path

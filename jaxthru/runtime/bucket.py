@@ -1,5 +1,7 @@
-"""The address of a run directory in a bucket, gs://BUCKET/RUN. Loads neither JAX nor Orbax."""
+"""The address of a run directory in a bucket, gs://BUCKET/RUN or s3://BUCKET/RUN. Loads neither JAX nor Orbax."""
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -9,7 +11,24 @@ from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, require
 
 AnyPath = Path | epath.Path
-SCHEME = "gs://"
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """A service that keeps buckets. protocol: its name in fsspec. package: by which fsspec reaches it. login,
+    copy: commands of its own, which leave credentials and copy a folder."""
+
+    protocol: str
+    package: str
+    login: str
+    copy: str
+
+
+STORES = {
+    "gs": Store("gcs", "gcsfs", "gcloud auth application-default login", "gcloud storage cp --recursive"),
+    "s3": Store("s3", "s3fs", "aws configure", "aws s3 cp --recursive"),
+}
+"""By the scheme of their addresses."""
 
 
 def is_url(path: AnyPath | str) -> bool:
@@ -22,22 +41,41 @@ def address(url: str) -> epath.Path:
     if it cannot be one or cannot be reached."""
     said = f"--run-dir {url}"
     scheme, _, rest = url.partition("://")
-    why = "Orbax writes checkpoints to gs:// and to mounted file systems; mount it, and give its folder"
-    require(f"{scheme}://" == SCHEME, f"{said}: {scheme}:// is not supported: {why}")
-    require(
-        bool(rest.strip("/").partition("/")[2]), f"{said}: names no folder of a bucket, as gs://BUCKET/RUN"
-    )
+    why = "checkpoints are written to gs://, s3:// and mounted file systems; mount it, and give its folder"
+    require(scheme in STORES, f"{said}: {scheme}:// is not supported: {why}")
+    store, (bucket, _, run) = STORES[scheme], rest.strip("/").partition("/")
+    require(bool(run), f"{said}: names no folder of a bucket, as {scheme}://BUCKET/RUN")
     place = epath.Path(url)
     # What Orbax and other hosts write comes by no way that its cache of listings would notice.
-    fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
+    fsspec.config.conf.setdefault(store.protocol, {})["use_listings_cache"] = False
     try:
         place.exists()
+        # S3's client would make a bucket that is not there, of whoever has that name in mind.
+        there = scheme != "s3" or epath.Path(f"s3://{bucket}").exists()
     except ImportError as error:
-        raise InputError(f"{said}: needs gcsfs, which is not installed: `pip install gcsfs`") from error
+        needs = f"needs {store.package}, which is not installed: `pip install {store.package}`"
+        raise InputError(f"{said}: {needs}") from error
     except Exception as error:  # of whichever library it is
-        remedy = "`gcloud auth application-default login` gives credentials"
-        raise InputError(f"{said}: cannot be reached ({reason_of(error)}); {remedy}") from error
+        raise unreachable(url, error) from error
+    require(there, f"{said}: there is no bucket {bucket}, or these credentials may not list it")
     return place
+
+
+def unreachable(url: str, error: Exception) -> InputError:
+    """Returns the error that says that, and why, and what may help."""
+    remedy = f"`{STORES[url.partition('://')[0]].login}` gives credentials"
+    return InputError(f"--run-dir {url}: cannot be reached ({reason_of(error)}); {remedy}")
+
+
+def store_of(place: epath.Path) -> fsspec.AbstractFileSystem:
+    """Returns fsspec's way to the service that keeps a place in a bucket."""
+    return fsspec.filesystem(STORES[str(place).partition("://")[0]].protocol)
+
+
+def entries(directory: AnyPath) -> Iterator[AnyPath]:
+    """Yields what lies in a directory. Of a folder that S3's console has made, and that is an object there,
+    S3's client lists the folder too."""
+    return (path for path in directory.iterdir() if path != directory)
 
 
 def write_whole(path: AnyPath, text: str) -> None:

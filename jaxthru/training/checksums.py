@@ -12,7 +12,7 @@ from pathlib import Path
 
 from etils import epath  # Orbax's paths
 
-from jaxthru.runtime.bucket import AnyPath
+from jaxthru.runtime.bucket import AnyPath, entries
 
 CHECKSUMS = "seal.json"
 ALGORITHM = "crc32"
@@ -88,7 +88,7 @@ def absolute(path: AnyPath) -> epath.Path:
 
 def files_below(directory: AnyPath) -> Iterator[AnyPath]:
     """Yields the files in a directory and in those in it."""
-    for path in directory.iterdir():
+    for path in entries(directory):
         if path.is_dir():
             yield from files_below(path)
         else:

@@ -1,4 +1,4 @@
-"""Orbax's settings: it logs little, copies a few arrays at a time, and commits checkpoints with checksums."""
+"""Orbax's settings: it logs little, copies a few arrays at a time, commits checkpoints with checksums, knows S3."""
 
 import functools
 import logging
@@ -11,6 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
+from jaxthru.training import s3
 from jaxthru.training.checksums import write_checksums
 
 Call = Callable[[], None]
@@ -40,8 +41,14 @@ def of_arrays(primary: int | None, in_place: int) -> dict[str, Any]:
     return settings | (limits if in_place else {})
 
 
+def prepare() -> None:
+    """Makes Orbax fit to write and read checkpoints of ours, on a disk or in a bucket."""
+    _quieten()
+    s3.teach_orbax()
+
+
 @functools.cache
-def quieten() -> None:
+def _quieten() -> None:
     """Keeps Orbax from saying what it does, and what it raises besides. When one array cannot be written, the
     writes under way break off in threads of its storage, each with a traceback."""
     for name in ("absl", "asyncio"):
@@ -57,13 +64,17 @@ def quieten() -> None:
     sys.unraisablehook = hook
 
 
-def checksummed_path(before_commit: Call, after_commit: Call, in_bucket: bool = False) -> type:
-    """Returns Orbax's way to commit, with checksums and a call before it, and another behind: by renaming, or
-    in a bucket, where nothing can be renamed at once, by a file that is written last."""
+def path_that_commits(in_bucket: bool) -> type:
+    """Returns Orbax's way to commit: by renaming, or in a bucket, where nothing can be renamed at once, by a
+    file that is written last."""
     atomicity = ocp.path.atomicity
-    by = atomicity.CommitFileTemporaryPath if in_bucket else atomicity.AtomicRenameTemporaryPath
+    return atomicity.CommitFileTemporaryPath if in_bucket else atomicity.AtomicRenameTemporaryPath
 
-    class ChecksummedPath(by):
+
+def checksummed_path(before_commit: Call, after_commit: Call, in_bucket: bool = False) -> type:
+    """Returns Orbax's way to commit, with checksums and a call before it, and another behind."""
+
+    class ChecksummedPath(path_that_commits(in_bucket)):
         async def finalize(self):
             before_commit()
             write_checksums(self.get() if in_bucket else Path(self.get()))

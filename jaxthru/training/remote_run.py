@@ -1,4 +1,4 @@
-"""A run directory in a bucket: `--run-dir gs://BUCKET/RUN`.
+"""A run directory in a bucket: `--run-dir gs://BUCKET/RUN`, or of S3.
 
 Orbax writes checkpoints straight to the bucket. All other files are written to a mirror on this host's disk,
 since none can be added to there, and process 0 copies those that have changed to the bucket: before each
@@ -17,7 +17,7 @@ import jax
 from etils import epath
 
 from jaxthru.runtime.atomic import PARTIAL, write_atomically
-from jaxthru.runtime.bucket import address, reason_of
+from jaxthru.runtime.bucket import address, entries, reason_of
 from jaxthru.runtime.distributed import from_first
 from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training.checksums import files_below
@@ -38,6 +38,10 @@ class Mirror:
         and has a mirror of its own; who reads alone takes no notice of what a run here has not sent. Raises
         InputError."""
         self.url, self._trains = address(url), trains
+        if trains and url.startswith("s3://"):
+            from jaxthru.training import s3  # not before: it loads Orbax
+
+            s3.check(url)
         self._sent: dict[Path, tuple[int, int]] = {}
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         who = f"process_{jax.process_index()}" if trains else "reader"
@@ -121,7 +125,7 @@ class Mirror:
     def _there(self) -> list[epath.Path]:
         if not self.url.is_dir():
             return []
-        top = [each for each in self.url.iterdir() if each.name not in (*LEFT_OUT, IDENTITY)]
+        top = [each for each in entries(self.url) if each.name not in (*LEFT_OUT, IDENTITY)]
         return [file for each in top for file in (files_below(each) if each.is_dir() else [each])]
 
 

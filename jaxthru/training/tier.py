@@ -19,10 +19,11 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 
+from jaxthru.runtime import bucket
 from jaxthru.runtime.distributed import from_first, gather_text, is_primary
 from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training import layout, orbax_settings
-from jaxthru.training.checksums import AnyPath, absolute, broken
+from jaxthru.training.checksums import AnyPath, absolute, broken, files_below
 
 log = logging.getLogger(__name__)
 PyTree = Any
@@ -60,7 +61,7 @@ class Tier:
         before_commit: Callable[[], None] = lambda: None,
     ):
         """keep, keep_every: of `CheckpointConfig`. in_place, before_commit: as of `Checkpointer`."""
-        orbax_settings.quieten()
+        orbax_settings.prepare()
         in_bucket = isinstance(directory, epath.Path)
         self.directory = directory if in_bucket else Path(directory).absolute()
         self.newest: int | None = None  # last step saved or restored here
@@ -82,9 +83,14 @@ class Tier:
         at_once = ocp.options.AsyncOptions(
             timeout_secs=WRITE_TIMEOUT, create_directories_asynchronously=False
         )
+        composite = ocp.CompositeOptions(
+            multiprocessing_options=shared,
+            async_options=at_once,
+            temporary_path_class=orbax_settings.path_that_commits(in_bucket),
+        )
         self._orbax = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(
-                composite_options=ocp.CompositeOptions(multiprocessing_options=shared, async_options=at_once),
+                composite_options=composite,
                 state=self._arrays(),
                 **{item: self._json() for item in self.items},
             ),
@@ -113,7 +119,7 @@ class Tier:
             return [*self.directory.glob(f"*{TEMPORARY}")]
         if not self.directory.is_dir():
             return []
-        return [each for each in self.directory.iterdir() if not (each / COMMITTED).exists()]
+        return [each for each in bucket.entries(self.directory) if not (each / COMMITTED).exists()]
 
     def check(self, step: int) -> None:
         """Raises CheckpointError if the write in progress is known to have failed."""
@@ -175,14 +181,10 @@ class Tier:
         from_first(functools.partial(self._move_aside, step, reason))
 
     def _move_aside(self, step: int, reason: str) -> None:
-        damaged = self.directory.parent / "damaged"
-        damaged.mkdir(exist_ok=True)
-        target = damaged / str(step)
+        target = self.directory.parent / "damaged" / str(step)
         while target.exists():
             target = target.with_name(f"{target.name}_")
-        if not isinstance(damaged, Path):  # no folder of a bucket is there before something lies in it
-            (damaged / f"{target.name}.txt").write_text(f"{reason}\n")
-        (self.directory / str(step)).rename(target)
+        _move(self.directory / str(step), target)
         log.warning("checkpoint %d is damaged and passed over: %s; moved to %s", step, reason, target)
 
     def _prune(self) -> None:
@@ -225,6 +227,18 @@ class Tier:
 
 def _remove(folder: AnyPath) -> None:
     shutil.rmtree(folder) if isinstance(folder, Path) else folder.rmtree()
+
+
+def _move(folder: AnyPath, target: AnyPath) -> None:
+    """Gives a folder another name: on a disk at once; in a bucket, which has files only, one by one."""
+    if isinstance(folder, Path):
+        target.parent.mkdir(exist_ok=True)
+        folder.rename(target)
+        return
+    store = bucket.store_of(folder)
+    for file in files_below(folder):
+        store.cp_file(str(file), str(target / str(file.relative_to(folder))))
+    _remove(folder)
 
 
 def agreed(reason: str | None) -> str | None:

@@ -242,10 +242,11 @@ def test_two_processes_in_a_bucket_lose_one_and_go_on_elsewhere(bucket, tmp_path
 @pytest.mark.parametrize(
     "url, said",
     [
-        ("s3://bucket/run", "s3:// is not supported: Orbax writes checkpoints to gs:// and to mounted"),
+        ("az://bucket/run", "az:// is not supported: checkpoints are written to gs://, s3:// and mounted"),
         ("https://bucket/run", "https:// is not supported"),
         ("gs://bucket", "names no folder of a bucket, as gs://BUCKET/RUN"),
         ("gs://", "names no folder of a bucket"),
+        ("s3://bucket/", "names no folder of a bucket, as s3://BUCKET/RUN"),
     ],
 )
 def test_other_addresses_are_refused(url, said):
@@ -253,20 +254,27 @@ def test_other_addresses_are_refused(url, said):
         RunDirectory(url)
 
 
-def test_a_missing_library_and_missing_credentials_are_said(bucket, monkeypatch):
+@pytest.mark.parametrize("scheme, library, login", [("gs", "gcsfs", "gcloud"), ("s3", "s3fs", "aws")])
+def test_a_missing_library_and_missing_credentials_are_said(monkeypatch, scheme, library, login):
+    url = f"{scheme}://bucket/run"
+
     class Refuses:
         def exists(self):
-            raise ImportError("Install gcsfs") if self.missing else OSError("Anonymous caller\nhas no access")
+            raise ImportError("Install it") if self.missing else OSError("Anonymous caller\nhas no access")
 
     monkeypatch.setattr(bucket_addresses.epath, "Path", lambda url: Refuses())
     Refuses.missing = True
-    with pytest.raises(InputError, match=r"needs gcsfs, which is not installed: `pip install gcsfs`$"):
-        RunDirectory(URL)
+    said = f"needs {library}, which is not installed: `pip install {library}`$"
+    with pytest.raises(InputError, match=said):
+        RunDirectory(url)
     Refuses.missing = False
-    with pytest.raises(InputError, match=r"cannot be reached \(Anonymous caller has no access\); `gcloud"):
-        RunDirectory(URL)
+    with pytest.raises(InputError, match=rf"reached \(Anonymous caller has no access\); `{login} "):
+        RunDirectory(url)
 
 
-def test_a_run_in_a_bucket_is_not_used_from_there():
-    with pytest.raises(InputError, match=r"^gs://bucket/run: a run in a bucket cannot be used from there"):
-        folder_of("gs://bucket/run")
+@pytest.mark.parametrize("scheme, copy", [("gs", "gcloud storage cp"), ("s3", "aws s3 cp")])
+def test_a_run_in_a_bucket_is_not_used_from_there(scheme, copy):
+    url = f"{scheme}://bucket/run"
+    said = f"^{url}: a run in a bucket cannot be used from there; copy it first \\(`{copy} --recursive`"
+    with pytest.raises(InputError, match=said):
+        folder_of(url)

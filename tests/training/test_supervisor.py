@@ -233,8 +233,8 @@ def test_progress_clears_the_counts(tmp_path):
         (["--", "nowhere-to-be-found", "--run-dir", "r"], "nowhere-to-be-found: there is no such command"),
         (["--", "python", "--run-dir", "r", "--resume", "never"], "leave out --resume never"),
         (
-            ["--", "python", "--run-dir", "s3://b/r"],
-            "--run-dir s3://b/r: s3:// is not supported",
+            ["--", "python", "--run-dir", "az://b/r"],
+            "--run-dir az://b/r: az:// is not supported",
         ),
         (["--processes", "2,2", "--", "python", "--run-dir", "r"], "--processes 2,2: must be"),
         (["--processes", "0", "--", "python", "--run-dir", "r"], "--processes 0: must be"),

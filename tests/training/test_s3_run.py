@@ -1,0 +1,157 @@
+"""Run directories in buckets of S3, which a server on this host keeps: all clients are those that users have."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import fsspec
+import jax
+import jax.numpy as jnp
+import pytest
+from etils import epath
+from processes import finish, job
+from runs import make_workplace
+
+from jaxthru import supervise
+from jaxthru.profile.show import command as profile_command
+from jaxthru.runtime.errors import InputError
+from jaxthru.training import s3
+from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer, newest_data_state
+from jaxthru.training.checksums import files_below
+from jaxthru.training.remote_run import IDENTITY
+from jaxthru.training.run_directory import RunDirectory
+from jaxthru.training.saved import SavedParameters
+from jaxthru.training.tier import COMMITTED, saved_steps
+
+pytest.importorskip("s3fs")
+moto = pytest.importorskip("moto.server")
+
+STATE = {"params": {"w": jnp.arange(128.0).reshape(8, 16), "b": jnp.zeros(3)}}
+
+
+@pytest.fixture(scope="module")
+def server():
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)
+    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    said = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "of a test",
+        "AWS_SECRET_ACCESS_KEY": "of a test",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in said.items():
+            patch.setenv(name, value)
+        fsspec.filesystem("s3", use_listings_cache=False).mkdir("bucket")
+        yield said
+    server.stop()
+
+
+@pytest.fixture
+def url(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return f"s3://bucket/runs/{tmp_path.name}"
+
+
+def save(run: RunDirectory, *steps: int) -> None:
+    with Checkpointer(run.checkpoints, CheckpointConfig(), before_commit=run.send) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, jax.tree.map(lambda x: x + step, STATE), {"step": step})
+
+
+def restored(run: RunDirectory) -> int:
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE)
+    with Checkpointer(run.checkpoints, CheckpointConfig()) as checkpointer:
+        step, found, data = checkpointer.restore(shapes)
+    assert data == {"step": step}
+    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y + step).all(), found, STATE))
+    return step
+
+
+def test_a_checkpoint_is_written_and_read(url):
+    run = RunDirectory(url, trains=True)
+    run.metrics_file.write_text('{"step": 7}\n')
+    save(run, 7)
+    assert saved_steps(run.checkpoints) == [7] and restored(run) == 7
+    assert (epath.Path(url) / "metrics.jsonl").read_text() == '{"step": 7}\n'
+
+
+def test_a_bucket_that_is_not_there_is_not_made(server):
+    with pytest.raises(InputError, match=r"^--run-dir s3://other/run: there is no bucket other, or"):
+        RunDirectory("s3://other/run", trains=True)
+
+
+def test_credentials_that_tensorstore_cannot_find_are_said_first(url, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setattr(s3, "where", lambda: {**found, "aws_credentials": {"type": "environment"}})
+    found = {"driver": "s3", "endpoint": "http://127.0.0.1:1", "aws_region": "eu-west-1"}
+    with pytest.raises(InputError, match=r"cannot be reached \(.*credentials.*\); `aws configure` gives"):
+        s3.check(url)
+
+
+def test_a_folder_that_a_console_has_made_holds_not_itself(url):
+    for name in ("", "/checkpoints", "/notes"):
+        fsspec.filesystem("s3").pipe(f"{url}{name}/", b"")
+    run = RunDirectory(url, trains=True)
+    with Checkpointer(run.checkpoints, CheckpointConfig()):
+        pass  # which clears away what no save has finished
+    assert {path.name for path in files_below(epath.Path(url))} == {IDENTITY}
+    assert fsspec.filesystem("s3").exists(f"{url}/checkpoints/")
+
+
+@pytest.mark.slow
+def test_damaged_and_unfinished_checkpoints_are_passed_over(url, caplog):
+    run = RunDirectory(url, trains=True)
+    save(run, 10, 20, 30)
+    assert saved_steps(run.checkpoints) == [20, 30] and newest_data_state(run.checkpoints) == {"step": 30}
+    assert SavedParameters(run.checkpoints).step == 30
+    path = max(files_below(run.checkpoints / "30/state"), key=lambda path: path.stat().length)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+    with caplog.at_level(logging.WARNING):
+        assert restored(run) == 20
+    assert "checkpoint 30 is damaged and passed over" in caplog.text
+    assert (epath.Path(url) / "damaged/30/seal.json").exists() and saved_steps(run.checkpoints) == [20]
+    save(run, 30)
+    (run.checkpoints / "30" / COMMITTED).unlink()  # as if it had been killed before
+    assert restored(run) == 20 and not (run.checkpoints / "30").exists()
+    with (run.path / "metrics.jsonl").open("w") as file:
+        file.write('{"step": 20}\n')
+    run.send()
+    assert supervise.main(["--after", "137", "--", "--run-dir", url]) == 0
+    assert json.loads((epath.Path(url) / supervise.COUNTS).read_text())["failed"] == {"20": 1}
+    assert profile_command.main([url]) == 2  # none was recorded
+
+
+@pytest.mark.slow
+def test_two_processes_train_there_and_go_on_elsewhere(url, tmp_path, monkeypatch):
+    place = make_workplace(tmp_path)
+    keys = {"mesh__data": 1, "mesh__fsdp": -1, "evaluate__rows": 0, "optim__schedule": "constant"}
+
+    def train(steps: int) -> list[str]:
+        command = place.command("run", **keys, train__steps=steps)
+        command[command.index("--run-dir") + 1] = url
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        jobs = [subprocess.Popen(command, env=place.environment() | said, **how) for said in job(2)]
+        return finish(jobs, 120)
+
+    train(4)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another host"))
+    assert "resumed from step 4" in train(6)[0]
+    place.run("whole", devices=2, **keys, train__steps=6)
+    rows = [json.loads(line) for line in (epath.Path(url) / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == [loss for loss, _ in place.losses("whole").values()]
+
+
+@pytest.mark.slow
+def test_a_command_without_credentials_ends_before_it_begins(server, tmp_path, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    command = [sys.executable, "-m", "jaxthru.train", "--config", "quickstart", "--run-dir", "s3://bucket/run"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
+    assert "s3://bucket/run: cannot be reached (Unable to locate credentials); `aws configure`" in ended.stderr
