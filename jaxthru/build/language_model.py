@@ -192,9 +192,8 @@ def folder_of(where: Path | str | RunDirectory) -> Path:
     address = where.where if isinstance(where, RunDirectory) else str(where)
     if is_url(address):
         store = STORES.get(address.partition("://")[0])
-        how = f" (`{store.copy}`)" if store else ""
-        said = f"{address}: a run in a bucket cannot be used from there; copy it first{how}, and give the copy"
-        raise InputError(said)
+        remedy = f"copy it first{f' (`{store.copy}`)' if store else ''}, and give the copy"
+        raise InputError(f"{address}: a run in a bucket cannot be used from there; {remedy}")
     path = where.path if isinstance(where, RunDirectory) else Path(where).expanduser()
     require(path.is_dir(), f"{path}: no such folder; give a run directory, or a folder of published weights")
     return path

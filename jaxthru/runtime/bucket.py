@@ -1,4 +1,4 @@
-"""The address of a run directory in a bucket, gs://BUCKET/RUN or s3://BUCKET/RUN. Loads neither JAX nor Orbax."""
+"""The address of a run directory in a bucket: gs:// or s3://BUCKET/RUN. Loads neither JAX nor Orbax."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -56,15 +56,10 @@ def address(url: str) -> epath.Path:
         needs = f"needs {store.package}, which is not installed: `pip install {store.package}`"
         raise InputError(f"{said}: {needs}") from error
     except Exception as error:  # of whichever library it is
-        raise unreachable(url, error) from error
+        remedy = f"`{store.login}` gives credentials"
+        raise InputError(f"{said}: cannot be reached ({reason_of(error)}); {remedy}") from error
     require(there, f"{said}: there is no bucket {bucket}, or these credentials may not list it")
     return place
-
-
-def unreachable(url: str, error: Exception) -> InputError:
-    """Returns the error that says that, and why, and what may help."""
-    remedy = f"`{STORES[url.partition('://')[0]].login}` gives credentials"
-    return InputError(f"--run-dir {url}: cannot be reached ({reason_of(error)}); {remedy}")
 
 
 def store_of(place: epath.Path) -> fsspec.AbstractFileSystem:

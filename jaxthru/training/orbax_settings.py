@@ -1,4 +1,4 @@
-"""Orbax's settings: it logs little, copies a few arrays at a time, commits checkpoints with checksums, knows S3."""
+"""Orbax's settings: it logs little, copies a few arrays at a time, and commits checkpoints with checksums."""
 
 import functools
 import logging
@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
-from jaxthru.training import s3
+from jaxthru.runtime.bucket import AnyPath
 from jaxthru.training.checksums import write_checksums
 
 Call = Callable[[], None]
@@ -41,10 +41,13 @@ def of_arrays(primary: int | None, in_place: int) -> dict[str, Any]:
     return settings | (limits if in_place else {})
 
 
-def prepare() -> None:
-    """Makes Orbax fit to write and read checkpoints of ours, on a disk or in a bucket."""
+def prepare(directory: AnyPath) -> None:
+    """Makes Orbax fit to write and read checkpoints in a directory, on a disk or in a bucket."""
     _quieten()
-    s3.teach_orbax()
+    if str(directory).startswith("s3://"):
+        from jaxthru.training import s3  # not before: it needs what Orbax calls private
+
+        s3.teach_orbax()
 
 
 @functools.cache

@@ -38,15 +38,15 @@ class Mirror:
         and has a mirror of its own; who reads alone takes no notice of what a run here has not sent. Raises
         InputError."""
         self.url, self._trains = address(url), trains
-        if trains and url.startswith("s3://"):
-            from jaxthru.training import s3  # not before: it loads Orbax
-
-            s3.check(url)
         self._sent: dict[Path, tuple[int, int]] = {}
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         who = f"process_{jax.process_index()}" if trains else "reader"
         try:
             self.path = home / "jaxthru" / "runs" / f"{self.url.name}-{self._identity(trains)}" / who
+            if trains and url.startswith("s3://"):
+                from jaxthru.training import s3  # not before: it loads Orbax
+
+                s3.check(self.url, IDENTITY)
             with self._alone():
                 self._fetch()
         except InputError:

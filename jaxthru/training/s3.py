@@ -5,39 +5,60 @@ open). All that it does by an address and not by TensorStore, it does by etils, 
 """
 
 import functools
-import os
+from pathlib import Path
 from typing import Any
 
 import fsspec
 import tensorstore
+from etils import epath
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from jaxthru.runtime.bucket import unreachable
+from jaxthru.runtime.bucket import reason_of
+from jaxthru.runtime.errors import InputError
 
 SCHEME = "s3://"
+TIMEOUT = 60
+"""Seconds that one request of a check may take, with what it tries again."""
 
 
 @functools.cache
 def where() -> dict[str, Any]:
-    """Returns what TensorStore needs to know besides bucket and path, and finds less well than S3's own
-    libraries: the server, where it is not Amazon's, and that it need not search for credentials."""
+    """Returns what TensorStore needs to know besides bucket and path: the server, where it is not Amazon's,
+    and where credentials are, which it finds less well than S3's own libraries."""
     client = fsspec.filesystem("s3").s3.meta
-    found: dict[str, Any] = {"driver": "s3"}
+    found = {"driver": "s3", "aws_credentials": _credentials()}
     if not client.endpoint_url.endswith(".amazonaws.com"):  # there it asks for the bucket's own region
         found |= {"endpoint": client.endpoint_url, "aws_region": client.region_name}
-    if "AWS_ACCESS_KEY_ID" in os.environ:  # else it complains of each file that could hold some
-        found["aws_credentials"] = {"type": "environment"}
     return found
 
 
-def check(url: str) -> None:
-    """Raises InputError if TensorStore, which has ways of its own to find credentials, may not read there."""
-    bucket, _, path = url.removeprefix(SCHEME).partition("/")
+def _credentials() -> dict[str, str]:
+    """Returns TensorStore's name for where S3's own libraries have found credentials. Left to search, it
+    passes profiles over that it is not told of, and complains of each file that is not there."""
+    from botocore.session import Session  # not before: who has no bucket of S3 has it not
+
+    session = Session()
+    found = session.get_credentials()
+    method, profile = found.method if found else "", session.profile or "default"
+    if method == "shared-credentials-file":
+        files = {name: session.get_config_variable(name) for name in ("credentials_file", "config_file")}
+        paths = {name: str(Path(path).expanduser()) for name, path in files.items()}
+        return {"type": "profile", "profile": profile, **paths}
+    known = {"env": "environment", "iam-role": "imds", "container-role": "ecs"}
+    return {"type": known[method]} if method in known else {"type": "default", "profile": profile}
+
+
+def check(place: epath.Path, name: str) -> None:
+    """Raises InputError if TensorStore cannot read and write a file in a bucket: it asks with credentials
+    that it has found by itself."""
+    bucket, _, path = str(place).removeprefix(SCHEME).partition("/")
     try:
-        spec = {"bucket": bucket, "path": f"{path.strip('/')}/", **where()}
-        tensorstore.KvStore.open(spec).result().read(".run").result()
+        folder = tensorstore.KvStore.open({"bucket": bucket, "path": f"{path}/", **where()}).result(TIMEOUT)
+        folder.write(name, folder.read(name).result(TIMEOUT).value).result(TIMEOUT)
     except Exception as error:
-        raise unreachable(url, error) from error
+        why = f"TensorStore, which writes checkpoints, cannot ({reason_of(error)})"
+        remedy = 'give it credentials by `eval "$(aws configure export-credentials --format env)"`'
+        raise InputError(f"--run-dir {place}: {why}; {remedy}") from error
 
 
 @functools.cache

@@ -31,7 +31,7 @@ class SavedParameters:
 
         Raises InputError if there is none, or the one asked for is damaged.
         """
-        orbax_settings.prepare()
+        orbax_settings.prepare(checkpoints)
         steps = saved_steps(checkpoints)
         require(bool(steps), f"{checkpoints.parent}: holds no checkpoint (checkpoint.every, checkpoint.last)")
         said = f"step {step}: no checkpoint of it in {checkpoints}; there are {', '.join(map(str, steps))}"

@@ -61,7 +61,7 @@ class Tier:
         before_commit: Callable[[], None] = lambda: None,
     ):
         """keep, keep_every: of `CheckpointConfig`. in_place, before_commit: as of `Checkpointer`."""
-        orbax_settings.prepare()
+        orbax_settings.prepare(directory)
         in_bucket = isinstance(directory, epath.Path)
         self.directory = directory if in_bucket else Path(directory).absolute()
         self.newest: int | None = None  # last step saved or restored here
