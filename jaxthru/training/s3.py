@@ -23,11 +23,12 @@ TIMEOUT = 60
 
 @functools.cache
 def where() -> dict[str, Any]:
-    """Returns what TensorStore needs to know besides bucket and path: the server, where it is not Amazon's,
-    and where credentials are, which it finds less well than S3's own libraries."""
+    """Returns what TensorStore needs to know besides bucket and path: the server, where it is not Amazon's
+    public one, and where credentials are, which it finds less well than S3's own libraries."""
     client = fsspec.filesystem("s3").s3.meta
     found = {"driver": "s3", "aws_credentials": _credentials()}
-    if not client.endpoint_url.endswith(".amazonaws.com"):  # there it asks for the bucket's own region
+    public = ("https://s3.amazonaws.com", f"https://s3.{client.region_name}.amazonaws.com")
+    if client.endpoint_url not in public:  # there it asks for the bucket's own region
         found |= {"endpoint": client.endpoint_url, "aws_region": client.region_name}
     return found
 
