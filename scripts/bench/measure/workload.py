@@ -25,9 +25,9 @@ Passes = dict[str, Callable]
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """contenders: {name: its passes}. base: whose results the others' should be, but for those `unlike` it,
-    which compute something else. lighter: those that draw less power, and take turns behind the others: for as
-    long as a turn a GPU at its power cap is up to 9% faster after one of them. rates: (pass, seconds, what `memory_analysis` says) ->
-    more for the record. about: what the record says of the arguments.
+    which compute something else. lighter: those that draw less power, and take turns behind all others: for
+    a turn a GPU at its power cap is up to 9% faster after one of them. rates: (pass, seconds, what
+    `memory_analysis` says) -> more for the record. about: what the record says of the arguments.
 
     updates: whether a contender updates its first argument in place; each then has a copy of its own.
     tiles: {name: other constants of `tuned`}, whose passes `tuned_passes` are compiled with them.
