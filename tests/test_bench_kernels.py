@@ -90,7 +90,7 @@ def test_lighter_contenders_take_turns_behind_the_others(workload, monkeypatch):
 
     def take(runs, *_, **__):
         turns_of.append([name for name, _ in runs])
-        return dict.fromkeys(runs, [1.0, 1.0])
+        return {key: [1.0, 1.0] for key in runs}
 
     monkeypatch.setattr(workload.turns, "take", take)
     contenders = {name: {"forward": jnp.sin} for name in ("one", "light", "other")}
