@@ -143,23 +143,24 @@ def test_damaged_and_unfinished_checkpoints_are_passed_over(url, caplog):
 
 
 @pytest.mark.slow
-def test_two_processes_train_there_and_go_on_elsewhere(url, tmp_path, monkeypatch):
+def test_two_processes_train_there_and_one_goes_on_elsewhere(url, tmp_path, monkeypatch):
     place = make_workplace(tmp_path)
     keys = {"mesh__data": 1, "mesh__fsdp": -1, "evaluate__rows": 0, "checkpoint__every": 4}
     command = place.command("run", **keys, train__steps=6)
     command[command.index("--run-dir") + 1] = url
 
-    def train() -> tuple[str, list[float]]:
+    def train(processes: int) -> tuple[str, list[float]]:
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        jobs = [subprocess.Popen(command, env=place.environment() | said, **how) for said in job(2)]
+        here = place.environment(devices=2 // processes)
+        jobs = [subprocess.Popen(command, env=here | said, **how) for said in job(processes)]
         said = finish(jobs, 120)[0]
         rows = [json.loads(line) for line in (epath.Path(url) / "metrics.jsonl").read_text().splitlines()]
         return said, [row["loss"] for row in rows]
 
-    losses = train()[1]
+    losses = train(2)[1]
     (epath.Path(url) / "checkpoints/6" / COMMITTED).unlink()  # as if killed before
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another host"))
-    said, again = train()
+    said, again = train(1)
     assert "resumed from step 4" in said and again == losses and len(losses) == 6
 
 
