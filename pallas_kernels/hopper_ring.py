@@ -23,7 +23,7 @@ PRODUCER = CONSUMERS  # the warpgroup's index
 REGISTERS = 232, 40
 REGISTERS_LATE = 240, 24  # where a tile's pieces wait in them while the next is summed
 WIDTH_BYTES = 128  # of a row of shared memory: what TMA and the tensor cores swizzle
-APART = 2  # steps of 8 bits whose sums the tensor cores keep; no more than the fewest slots of a ring
+APART = 2  # steps of 8 bits whose sums the tensor cores keep; no more than a ring's slots, 2 at least
 i32 = jnp.int32
 
 

@@ -87,7 +87,8 @@ class RingTiles:
         return 2 * (ring + CONSUMERS * slots * PIECE**2) + 8 * 2 * self.stages + others
 
     def check_sums(self) -> None:
-        """Raises Unsupported unless a tile is made of whole pieces, and a warpgroup has registers for it."""
+        """Raises Unsupported unless a tile is made of whole pieces, a warpgroup has registers for it, and a
+        consumer can wait for a step while it holds the one before."""
         if (
             self.m % (CONSUMERS * PIECE)
             or self.n % PIECE
@@ -95,5 +96,7 @@ class RingTiles:
             or self.m_of_consumer * self.n > 16_384
         ):
             raise Unsupported(f"no tiles of {self.m} x {self.n}: at most 16,384 float32 sums to a warpgroup")
+        if self.stages < 2:
+            raise Unsupported(f"{self.stages} slots of a ring: with fewer than 2 its consumers wait for ever")
         if self.cluster not in (1, 2):
             raise Unsupported(f"clusters of {self.cluster} thread blocks: 1 or 2 can be sure of SMs")

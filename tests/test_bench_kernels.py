@@ -97,6 +97,8 @@ def test_lighter_contenders_take_turns_behind_the_others(workload, monkeypatch):
     work = workload.Workload((jnp.ones(4),), contenders, base="one", lighter=("light",))
     assert measured(workload, work).keys() == {"one", "light", "other"}
     assert turns_of[1::2] == [["one", "other"], ["light"]], "timed behind the warm-up of each"
+    alone = workload.Workload((jnp.ones(4),), contenders, base="one", lighter=tuple(contenders))
+    assert measured(workload, alone).keys() == contenders.keys()
 
 
 def test_each_contender_updates_a_state_of_its_own(workload):

@@ -5,18 +5,21 @@ open). All that it does by an address and not by TensorStore, it does by etils, 
 """
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath
-from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jaxthru.runtime.bucket import reason_of
-from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.errors import InputError, require
 
 SCHEME = "s3://"
+KNOWN = "0.12.8"
+"""The version of Orbax whose private name is used below."""
 TIMEOUT = 60
 """Seconds that one request of a check may take, with what it tries again."""
 
@@ -50,12 +53,14 @@ def _credentials() -> dict[str, str]:
 
 
 def check(place: epath.Path, name: str) -> None:
-    """Raises InputError if TensorStore cannot read and write a file in a bucket: it asks with credentials
-    that it has found by itself."""
-    bucket, _, path = str(place).removeprefix(SCHEME).partition("/")
+    """Raises InputError if TensorStore cannot read and write a file that is in a bucket, where Orbax sends
+    it: it asks with credentials that it has found by itself."""
+    spec = teach_orbax()
     try:
-        folder = tensorstore.KvStore.open({"bucket": bucket, "path": f"{path}/", **where()}).result(TIMEOUT)
-        folder.write(name, folder.read(name).result(TIMEOUT).value).result(TIMEOUT)
+        file = tensorstore.KvStore.open(spec(str(place), name, use_ocdbt=False)).result(TIMEOUT)
+        found = file.read("").result(TIMEOUT)
+        require(found.state == "value", f"finds no {name} there")  # and makes none
+        file.write("", found.value).result(TIMEOUT)
     except Exception as error:
         why = f"TensorStore, which writes checkpoints, cannot ({reason_of(error)})"
         remedy = 'give it credentials by `eval "$(aws configure export-credentials --format env)"`'
@@ -63,9 +68,16 @@ def check(place: epath.Path, name: str) -> None:
 
 
 @functools.cache
-def teach_orbax() -> None:
-    """Has Orbax write and read arrays in buckets of S3, as in those of Google."""
-    known = tensorstore_utils.build_kvstore_tspec
+def teach_orbax() -> Callable[..., dict[str, Any]]:
+    """Has Orbax write and read arrays in buckets of S3, as in those of Google. Returns what it now tells
+    TensorStore by. Raises InputError for an Orbax that has another way."""
+    try:
+        from orbax.checkpoint._src.serialization import tensorstore_utils
+
+        known = tensorstore_utils.build_kvstore_tspec
+    except (ImportError, AttributeError) as error:
+        why = f"Orbax {ocp.__version__} cannot be told of {SCHEME} ({reason_of(error)})"
+        raise InputError(f"{why}; `pip install orbax-checkpoint=={KNOWN}`") from error
 
     def build_kvstore_tspec(directory: str, name: str | None = None, **options: Any) -> dict[str, Any]:
         if not directory.startswith(SCHEME):
@@ -75,3 +87,4 @@ def teach_orbax() -> None:
         return spec
 
     tensorstore_utils.build_kvstore_tspec = build_kvstore_tspec
+    return build_kvstore_tspec

@@ -385,6 +385,7 @@ def test_refuses(reason, options):
         ("no registers for results of outer_into", "outer_into", Tiles(late=True)),
         ("a product's clusters share columns of w, no matmul", "matmul", Tiles(shares_w=True)),
         ("share columns of w, no outer", "outer", Tiles(cluster=2, shares_w=True)),
+        ("1 slots of a ring: .* wait for ever", "matmul", Tiles(stages=1)),
     ],
 )
 def test_refuses_forms(reason, operation, tiles):

@@ -94,9 +94,11 @@ def check_routing(name: str, score: str, grouped: bool, bias: bool) -> None:
         (_, made), d_logits = jax.value_and_grad(function, has_aux=True)(logits)
         order = routing.sort_assignments(made.ids_NK, E, **how)
         rows = int(order.sizes_E.sum())
-        there, pullback = jax.vjp(lambda x: routing.dispatch(x, order, K, **how), x)
+        # As a device has it that shares the experts: no more rows than can have one, and one for all others.
+        cut = routing.Order(order.order_R[: rows + 1], jnp.minimum(order.inverse_NK, rows), order.sizes_E)
+        there, pullback = jax.vjp(lambda x: routing.dispatch(x, cut, K, **how), x)
         back, pullback_back = jax.vjp(
-            lambda y: routing.combine(y, order, N, **how), there.at[rows:].set(jnp.nan)
+            lambda y: routing.combine(y, cut, N, **how), there.at[rows:].set(jnp.nan)
         )
         gradients = pullback(there.at[rows:].set(jnp.nan))[0], pullback_back(dy)[0][:rows]
         return made, d_logits, order, there[:rows], back, gradients

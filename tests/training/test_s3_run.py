@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from etils import epath
+from orbax.checkpoint._src.serialization import tensorstore_utils
 from processes import finish, job
 from runs import make_workplace
 
@@ -50,6 +51,7 @@ def server():
         fsspec.filesystem("s3", use_listings_cache=False).mkdir("bucket")
         yield said
     server.stop()
+    s3.where.cache_clear()
 
 
 @pytest.fixture
@@ -105,6 +107,18 @@ def test_tensorstore_takes_the_credentials_that_are_there_or_says_that_it_cannot
     monkeypatch.setattr(s3, "where", lambda: found)
     with pytest.raises(InputError, match=rf"^--run-dir {url}: TensorStore, .* cannot \(.*credentials"):
         RunDirectory(url, trains=True)
+
+
+def test_a_check_makes_no_file(url):
+    with pytest.raises(InputError, match=rf"^--run-dir {url}: TensorStore, .* cannot \(finds no note there"):
+        s3.check(epath.Path(url), "note")
+    assert not epath.Path(url).exists()
+
+
+def test_an_orbax_that_has_another_way_is_said(monkeypatch):
+    monkeypatch.delattr(tensorstore_utils, "build_kvstore_tspec")
+    with pytest.raises(InputError, match=r"^Orbax 0\S+ cannot be told of s3:// .*; `pip install orbax-che"):
+        s3.teach_orbax.__wrapped__()
 
 
 def test_a_folder_that_a_console_has_made_holds_not_itself(url):
