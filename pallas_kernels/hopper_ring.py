@@ -23,6 +23,7 @@ PRODUCER = CONSUMERS  # the warpgroup's index
 REGISTERS = 232, 40
 REGISTERS_LATE = 240, 24  # where a tile's pieces wait in them while the next is summed
 WIDTH_BYTES = 128  # of a row of shared memory: what TMA and the tensor cores swizzle
+APART = 2  # steps of 8 bits whose sums the tensor cores keep; no more than the fewest slots of a ring
 i32 = jnp.int32
 
 
@@ -110,29 +111,32 @@ class Ring:
         self.release(base + (steps - 1))
         return acc
 
-    def multiply_apart(self, steps, base):
-        """Returns the same for operands of 8 bits, of which the tensor cores sum up one step at a time: they
-        keep about 14 bits of the sums, and these are added up in float32 outside of them."""
-        shape, rows = (
-            (self.tiles.m_of_consumer, self.tiles.n),
-            pl.ds(self.first_row, self.tiles.m_of_consumer),
-        )
+    def multiply_apart(self, steps: int, base):
+        """Returns the same for operands of 8 bits, of which the tensor cores sum up a few steps at a time:
+        they keep about 14 bits of the sums, and these are added up in float32 outside of them."""
+        shape = self.tiles.m_of_consumer, self.tiles.n
+        rows = pl.ds(self.first_row, self.tiles.m_of_consumer)
 
-        def add(step, total):
-            slot = self.slot(base + step)
-            plgpu.barrier_wait(self.full.at[slot])
-
+        def sum_of(first, count: int):
             def run(acc_ref):
-                b_ref = self.b.at[slot]
-                b_ref = b_ref.transpose((1, 0)) if self.b_transposed else b_ref
-                plgpu.wgmma(acc_ref, self.part_of_a(slot, rows), b_ref)
+                for step in range(count):
+                    slot = self.slot(base + first + step)
+                    plgpu.barrier_wait(self.full.at[slot])
+                    b_ref = self.b.at[slot]
+                    b_ref = b_ref.transpose((1, 0)) if self.b_transposed else b_ref
+                    inline("wgmma.fence.sync.aligned;")
+                    plgpu.wgmma(acc_ref, self.part_of_a(slot, rows), b_ref)
                 return acc_ref[...]
 
             part = pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
-            self.release(base + step)
-            return total + part
+            for step in range(count):
+                self.release(base + first + step)
+            return part
 
-        return lax.fori_loop(0, steps, add, jnp.zeros(shape, jnp.float32))
+        whole, rest = divmod(steps, APART)
+        add = lambda number, total: total + sum_of(number * APART, APART)  # noqa: E731
+        total = lax.fori_loop(0, whole, add, jnp.zeros(shape, jnp.float32))
+        return total + sum_of(whole * APART, rest) if rest else total
 
     def part_of_a(self, slot, rows):
         if self.a_transposed:

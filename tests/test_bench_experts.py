@@ -66,8 +66,7 @@ def test_a_layer_takes_the_faster_form_of_each(suite, setup):
     fast, slow = rate(500.0, 450.0), rate(400.0, 350.0)
     fast["both"]["milliseconds"], slow["both"]["milliseconds"] = 16.0, 20.0
     rest = {"router": {"milliseconds": 1.0}, "around": {"milliseconds": 1.6}}
-    by_token = {"by_token": rate(510.0, 460.0), "around_by_token": {"around": {"milliseconds": 1.2}}}
-    ours = {"qwen3_30b": {"mosaic_gpu": fast, "triton": slow, "around": rest, "sizes": {}} | by_token}
+    ours = {"qwen3_30b": {"mosaic_gpu": fast, "triton": slow, "around": rest, "sizes": {}}}
     layers = {"gather": rate(240.0, 210.0), "scatter": {"failed": "…"}}
     found = row.found(
         setup, [block("ours", {"contenders": ours}), block("torch", {"layers": {"qwen3_30b": layers}})]
@@ -75,7 +74,6 @@ def test_a_layer_takes_the_faster_form_of_each(suite, setup):
     assert found["qwen3_30b"] == 450.0 and found["qwen3_30b_forward"] == 500.0
     assert found["qwen3_30b / torch"] == 450 / 210
     assert found["qwen3_30b_around"] == 0.1 and "qwen3_30b / around" not in found
-    assert found["qwen3_30b / by_token"] == 450 / 460 and found["qwen3_30b_around_by_token"] == 1.2 / 16
     assert [bar.met(found) for bar in row.bars] == [True, None, True]
 
 
@@ -122,6 +120,12 @@ def test_states_are_compared_by_pairs_of_runs_of_a_seed(bench, suite, setup, mon
     found = row.found(setup, [block("seeds", line)])
     assert found["apart"] == pytest.approx(0.001) and row.bars[0].met(found) and row.named
     assert "| held_out | +0.10% | 0.00% |" in row.details(found)
+    remarks = bench("comparison").remarks
+    assert remarks([block("seeds", line) | {"gpu": "GPU-1"}]) == []
+    line["skipped_updates"]["int8"] = [0, 1]
+    assert remarks([block("seeds", line) | {"gpu": "GPU-1"}]) == [
+        "seeds skipped updates: a loss or a gradient was not finite."
+    ]
     assert script.measure(argparse.Namespace(**options, stop_after=0.0))["seeds"] == 1, "whole pairs"
     assert row.command("seeds", setup)[2:] == ["--set", "data.mix=quickstart", "--stop-after", "400"]
 

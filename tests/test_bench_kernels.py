@@ -85,6 +85,20 @@ def test_a_result_that_is_wrong_and_a_contender_that_cannot_run_are_said(workloa
     assert found["refuses"] == {"failed": "ValueError('needs another GPU')"}
 
 
+def test_lighter_contenders_take_turns_behind_the_others(workload, monkeypatch):
+    turns_of = []
+
+    def take(runs, *_, **__):
+        turns_of.append([name for name, _ in runs])
+        return {key: [1.0, 1.0] for key in runs}
+
+    monkeypatch.setattr(workload.turns, "take", take)
+    contenders = {name: {"forward": jnp.sin} for name in ("one", "light", "other")}
+    work = workload.Workload((jnp.ones(4),), contenders, base="one", lighter=("light",))
+    assert measured(workload, work).keys() == {"one", "light", "other"}
+    assert turns_of[1::2] == [["one", "other"], ["light"]], "timed behind the warm-up of each"
+
+
 def test_each_contender_updates_a_state_of_its_own(workload):
     seen = []
 

@@ -42,7 +42,6 @@ OPERATION = Operation(
     __name__,
     {
         "triton": Implementation(takes=("platform",)),
-        "triton_by_token": Implementation(takes=("platform",)),
         "xla": Implementation(),
         "reference": Implementation(),
     },

@@ -159,23 +159,6 @@ def place(ids, before, begins, assignments, order, inverse, P: tl.constexpr, B: 
 
 @triton.jit
 def dispatch(
-    x, order, sized, rows, y, K: tl.constexpr, D: tl.constexpr, B: tl.constexpr, BD: tl.constexpr
-):  # fmt: skip
-    """The tokens of one block of rows, one part of their width. Grid: (rows / B, D / BD), each rounded up.
-
-    x [N, D]; order [rows]; sized [1]: rows that have an expert; y [rows, D], where others are not written.
-    """
-    row_B = tl.program_id(0) * B + tl.arange(0, B)
-    column_D = tl.program_id(1) * BD + tl.arange(0, BD)
-    has_B = row_B < tl.load(sized)
-    token_B = tl.load(order + row_B, mask=has_B, other=0) // K
-    has_BD = has_B[:, None] & (column_D < D)[None, :]
-    x_BD = tl.load(x + token_B.to(tl.int64)[:, None] * D + column_D[None, :], mask=has_BD, other=0.0)
-    tl.store(y + row_B.to(tl.int64)[:, None] * D + column_D[None, :], x_BD, mask=has_BD)
-
-
-@triton.jit
-def dispatch_by_token(
     x, inverse, sized, tokens, y, K: tl.constexpr, D: tl.constexpr, B: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """The rows of one block of tokens, one part of their width. Grid: (tokens / B, D / BD), each rounded up.

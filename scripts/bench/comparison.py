@@ -153,8 +153,17 @@ def remarks(blocks: list[Block]) -> list[str]:
         told.append(f"These blocks ran on {len(machines)} different GPUs: {', '.join(machines)}.")
     errors = {block["contender"]: block["error"] for block in blocks if "error" in block}
     told += [f"{name} failed: {error}" for name, error in errors.items()]
-    skipped = sorted({one["contender"] for one in blocks if one.get("line", {}).get("skipped_updates")})
+    skipped = sorted(
+        {one["contender"] for one in blocks if _some(one.get("line", {}).get("skipped_updates"))}
+    )
     return told + [f"{name} skipped updates: a loss or a gradient was not finite." for name in skipped]
+
+
+def _some(counts) -> bool:
+    """Returns whether a number, or one of those in lists and dicts, is not 0."""
+    if isinstance(counts, dict):
+        counts = list(counts.values())
+    return any(map(_some, counts)) if isinstance(counts, list) else bool(counts)
 
 
 COLUMNS = {

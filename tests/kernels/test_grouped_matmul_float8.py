@@ -55,7 +55,7 @@ def test_agrees_with_numpy(implementation):
 )
 def test_on_an_emulated_gpu(name, dtype, exact, form, monkeypatch):
     tiles = dataclasses.replace(SMALL, **form)
-    x, w, scales, sizes = draw(SIZES[name], 256 if exact else 128, tiles.n, dtype)
+    x, w, scales, sizes = draw(SIZES[name], 384 if exact else 128, tiles.n, dtype)
     arguments = x, w, scales, sizes, tiles, CTAS
     y = Emulated(monkeypatch)(hopper.grouped_matmul_float8, *arguments, dtype=bfloat16, exact=exact)
     assert y.dtype == bfloat16

@@ -365,7 +365,7 @@ def test_sorts_on_gpu(name):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("implementation", ["triton", "triton_by_token", "xla"])
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
 @pytest.mark.parametrize("name", ["odd", "most", "qwen3_30b"])
 def test_rows_go_there_and_back_on_gpu(name, implementation):
     check_moved(GPU[name], implementation, jnp.bfloat16, GPU_TOLERANCE)
@@ -420,8 +420,8 @@ def test_named_runs_or_raises(monkeypatch, caplog):
     assert said == [
         f"kernels: {name} uses xla" for name in ("route", "sort_assignments", "dispatch", "combine")
     ]
-    assert OPERATION.names == ("triton", "triton_by_token", "xla", "reference")
-    with pytest.raises(ValueError, match="no implementation 'xal'; there are triton, triton_by_token, xla"):
+    assert OPERATION.names == ("triton", "xla", "reference")
+    with pytest.raises(ValueError, match="no implementation 'xal'; there are triton, xla"):
         dispatch(x, order, 2, implementation="xal")
     for call in calls:
         with pytest.raises(choices.Unsupported, match=r"triton: needs an NVIDIA GPU .* found cpu"):

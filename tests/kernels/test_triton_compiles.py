@@ -188,8 +188,7 @@ def of_routing(N: int, E: int, K: int, D: int, **rule):
     def function(logits, valid, bias, x):
         made = route(logits, valid, bias, top_k=K, normalise=True, **rule, **how)
         order = sort_assignments(made.ids_NK, E, **how)
-        by_token = dispatch(x, order, K, "triton_by_token", platform="gpu")
-        return combine(dispatch(x, order, K, **how) + by_token, order, N, **how)
+        return combine(dispatch(x, order, K, **how), order, N, **how)
 
     valid = struct(N, dtype=jnp.bool_)
     return function, (struct(N, E, dtype=f32), valid, struct(E, dtype=f32), struct(N, D))

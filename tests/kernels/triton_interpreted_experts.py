@@ -103,8 +103,7 @@ def check_routing(name: str, score: str, grouped: bool, bias: bool) -> None:
         return made, d_logits, order, there[:rows], back, gradients
 
     wanted = run("reference")
-    for implementation in ("triton", "triton_by_token"):
-        assert_close(run(implementation), wanted, CPU_TOLERANCE)
+    assert_close(run("triton"), wanted, CPU_TOLERANCE)
 
 
 def check_different(score: str, grouped: bool) -> None:

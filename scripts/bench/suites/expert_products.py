@@ -136,8 +136,7 @@ class Float8(Calls):
 
 
 class Layers(Timed):
-    """Whole layers, forward and backward; `shape_forward` is the forward pass alone. `shape / by_token` is
-    the rate over that with rows which go to their experts token by token: above 1 those are slower."""
+    """Whole layers, forward and backward; `shape_forward` is the forward pass alone."""
 
     passes = (("", "both"), ("_forward", "forward"))
 
@@ -146,9 +145,8 @@ class Layers(Timed):
         for line in lines_of(done, "ours"):
             for shape, of in line["contenders"].items():
                 whole = [of[name]["both"]["milliseconds"] for name in OWN if "both" in of.get(name, {})]
-                for name in ("around", "around_by_token"):
-                    if whole and (rest := of.get(name, {}).get("around")):
-                        found[f"{shape}_{name}"] = rest["milliseconds"] / min(whole)
+                if whole and (rest := of.get("around", {}).get("around")):
+                    found[f"{shape}_around"] = rest["milliseconds"] / min(whole)
         return found
 
     def of_ours(self, line):
