@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import Workplace, make_workplace, resumed_from
+from runs import SETTINGS, Workplace, make_workplace, resumed_from
 
 pytestmark = pytest.mark.slow(minutes=0.15)
 SOON = 10.0  # seconds from the full disk to the end of the process
@@ -24,7 +24,7 @@ NO_ROOM = "No space left on device"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    place = make_workplace(tmp_path_factory.mktemp("runs"))
+    place = make_workplace(tmp_path_factory.mktemp("runs"), settings=SETTINGS | {"evaluate.rows": 0})
     place.run("whole", train__steps=12)  # prepares, and compiles
     return place
 
@@ -119,13 +119,13 @@ def test_at_a_row_of_tensorboard(place, disk):
     small, run = disk("400k"), place.folder / "linked"
     run.mkdir()
     (run / "tensorboard").symlink_to(small)
-    process = place.start("linked", metrics__tensorboard="true", train__steps=300, checkpoint__every=100)
+    process = place.start("linked", metrics__tensorboard="true", train__steps=120, checkpoint__every=40)
     place.wait_for_step(process, "linked", 20)
     fill(small)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0 and "Traceback" not in output, output
     assert output.count(NO_ROOM) == output.count("tensorboard: cannot be written") == 1
-    assert len(place.losses("linked")) == 300 and place.checkpoints("linked") == [200, 300]
+    assert len(place.losses("linked")) == 120 and place.checkpoints("linked") == [80, 120]
     shutil.rmtree(run)
 
 

@@ -320,7 +320,10 @@ def test_questions_are_asked_by_the_chat_template(lm, model, tasks, monkeypatch)
 
 
 @pytest.mark.slow
-def test_tasks_that_cannot_be_loaded_are_one_line(model, tasks, tmp_path):
+def test_tasks_that_cannot_be_loaded_are_one_line(model, tasks, tmp_path, monkeypatch):
+    # Without a network a download is tried again for 23 s; with one it would succeed.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
     def refused(word):
         with pytest.raises(InputError) as error:
             command.load_tasks([str(word)])

@@ -17,7 +17,7 @@ FOLDER = ROOT / "notebooks"
 NAMES = ("quickstart", "profile", "published_weights", "fine_tune")
 PICTURES = {"quickstart": 2, "profile": 2, "published_weights": 1, "fine_tune": 1}
 GPU_GIB = 15  # of a free GPU of 16 GB
-FEWER = 10  # as many times fewer steps are trained of what trains for long
+FEWER = 20  # as many times fewer steps are trained of what trains for long
 LONG = 50  # steps
 
 

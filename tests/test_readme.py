@@ -31,7 +31,7 @@ NOT_TYPED = {
 }
 """Rows of README's table that a CPU cannot do, by their first cell, and why."""
 
-STEPS = 24  # enough for profile.at=20
+STEPS, PROFILED_STEPS = 6, 24  # enough for profile.at=20
 TINY = SETTINGS | {
     "model.kv_heads": 2,
     "optim.warmup_ratio": 0.05,
@@ -203,6 +203,8 @@ class Newcomer:
             settings = TUNED if any("model.pretrained=" in word for word in options) else TINY
             if settings is TINY and hasattr(self.loaded(kept).model, "experts"):
                 settings = TINY | EXPERTS
+            if "profile.at" in own:
+                settings = settings | {"train.steps": PROFILED_STEPS}
             words = [
                 word
                 for key, value in settings.items()

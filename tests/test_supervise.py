@@ -16,6 +16,7 @@ from jaxthru.training.supervisor import steps_done
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 SETTINGS = {"mesh__data": -1, "mesh__fsdp": 1, "evaluate__rows": 0, "data__packing": "best_fit"}
+SETTINGS |= {"model__layers": 1}
 
 
 class Supervised:

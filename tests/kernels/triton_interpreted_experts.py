@@ -18,9 +18,9 @@ from pallas_kernels.grouped_matmul import triton as grouped
 from pallas_kernels.grouped_matmul import triton_kernels as grouped_kernels
 from pallas_kernels.grouped_matmul.shapes import CPU, Shape
 from pallas_kernels.grouped_matmul.triton_tiles import Tile
+from pallas_kernels.routing import shapes as routed_shapes
 from pallas_kernels.routing import triton as routed
 from pallas_kernels.routing import triton_kernels as routed_kernels
-from pallas_kernels.routing.shapes import CPU as ROUTED
 from pallas_kernels.testing import CPU_TOLERANCE, assert_close, fresh_seed, normal
 from pallas_kernels.weighted_swiglu import triton as swiglu
 from pallas_kernels.weighted_swiglu import triton_kernels as swiglu_kernels
@@ -28,6 +28,7 @@ from pallas_kernels.weighted_swiglu.shapes import CPU as SWIGLU
 
 # What Triton interprets takes time by the group: of 64, as of 512, most have no row.
 GROUPED = CPU | {"more_than_rows": Shape(40, 8, 8, 64)}
+ROUTED = routed_shapes.CPU | {"most": routed_shapes.Shape(18, 512, 8, 8, 0.0)}  # time by token and expert
 TILES = Tile(16, 16, 16, 4, 1, 4), Tile(32, 16, 16, 4, 1, 1), Tile(16, 32, 32, 4, 1, 8)
 HOW = {"platform": "gpu"}
 

@@ -35,7 +35,7 @@ class Runs:
 
     def start(self, name: str, mix: str, count: int, loaders: int) -> list:
         settings = {"mesh__data": count, "mesh__fsdp": 1, "data__loaders": loaders, "evaluate__rows": 0}
-        settings |= {"data__mix": self.folder / mix, "data__packing": "best_fit"}
+        settings |= {"data__mix": self.folder / mix, "data__packing": "best_fit", "model__layers": 1}
         arguments = self.place.command(name, **settings)[3:]
         self.place._inode_before[name] = inode(self.folder / name / "metrics.jsonl")
         records = str(self.folder / f"records-{name}-{count}")
