@@ -95,6 +95,7 @@ def state(place, run: str, step: int) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): array for path, array in found}
 
 
+@pytest.mark.slow  # which train it in any case
 def test_its_losses_and_counts_are_in_the_record(trained):
     rows = trained("scan")
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
