@@ -87,7 +87,6 @@ class Ring:
         prepare: called with a step and its slot, which is full, before the slot is multiplied. meanwhile:
         called with a step whose products are on their way.
         """
-        rows = pl.ds(self.first_row, self.tiles.m_of_consumer)
 
         def run(acc_ref):
             @pl.loop(0, steps)
@@ -96,10 +95,7 @@ class Ring:
                 plgpu.barrier_wait(self.full.at[slot])
                 if prepare is not None:
                     prepare(step, slot)
-                b_ref = self.b.at[slot]
-                b_ref = b_ref.transpose((1, 0)) if self.b_transposed else b_ref
-                inline("wgmma.fence.sync.aligned;")  # else ptxas adds its own, and at times serialises for it
-                plgpu.wgmma(acc_ref, self.part_of_a(slot, rows), b_ref)
+                self.add_products(acc_ref, slot)
                 if meanwhile is not None:
                     meanwhile(step)
                 plgpu.wgmma_wait(1)  # the matmul before this one has read its slot
@@ -115,17 +111,13 @@ class Ring:
         """Returns the same for operands of 8 bits, of which the tensor cores sum up a few steps at a time:
         they keep about 14 bits of the sums, and these are added up in float32 outside of them."""
         shape = self.tiles.m_of_consumer, self.tiles.n
-        rows = pl.ds(self.first_row, self.tiles.m_of_consumer)
 
         def sum_of(first, count: int):
             def run(acc_ref):
                 for step in range(count):
                     slot = self.slot(base + first + step)
                     plgpu.barrier_wait(self.full.at[slot])
-                    b_ref = self.b.at[slot]
-                    b_ref = b_ref.transpose((1, 0)) if self.b_transposed else b_ref
-                    inline("wgmma.fence.sync.aligned;")
-                    plgpu.wgmma(acc_ref, self.part_of_a(slot, rows), b_ref)
+                    self.add_products(acc_ref, slot)
                 return acc_ref[...]
 
             part = pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
@@ -138,10 +130,13 @@ class Ring:
         total = lax.fori_loop(0, whole, add, jnp.zeros(shape, jnp.float32))
         return total + sum_of(whole * APART, rest) if rest else total
 
-    def part_of_a(self, slot, rows):
-        if self.a_transposed:
-            return self.a.at[slot, :, rows].transpose((1, 0))
-        return self.a.at[slot, rows]
+    def add_products(self, acc_ref, slot):
+        """Begins to add the products of a full slot to this consumer's part of a tile."""
+        b_ref, rows = self.b.at[slot], pl.ds(self.first_row, self.tiles.m_of_consumer)
+        b_ref = b_ref.transpose((1, 0)) if self.b_transposed else b_ref
+        inline("wgmma.fence.sync.aligned;")  # else ptxas adds its own, and at times serialises for it
+        a_ref = self.a.at[slot, :, rows].transpose((1, 0)) if self.a_transposed else self.a.at[slot, rows]
+        plgpu.wgmma(acc_ref, a_ref, b_ref)
 
     def skip(self, steps, base):
         """Does for a consumer that has nothing of a tile what else `multiply` does to the ring."""

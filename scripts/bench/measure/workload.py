@@ -142,8 +142,10 @@ def measured(work: Workload, pace: Pace, options: argparse.Namespace) -> tuple[d
         differ[name] = float(f"{apart(found, expected):.2g}")
     del expected
     compare = functools.partial(turns.compare, turn_seconds=pace.turn, calls=pace.calls)
-    groups = ({key: runs[key] for key in runs if (key[0] in work.lighter) is is_} for is_ in (False, True))
-    done = [compare(group, work.arguments, options) for group in groups if group]
+    heavy, light = {}, {}
+    for key, run in runs.items():
+        (light if key[0] in work.lighter else heavy)[key] = run
+    done = [compare(group, work.arguments, options) for group in (heavy, light) if group]
     times, clocks = {key: each for some, _ in done for key, each in some.items()}, done[0][1]
     told = {name: {f"apart_from_{work.base}": differ[name]} if name in differ else {} for name in last}
     for (name, what), program in compiled.items():
