@@ -30,7 +30,7 @@ from jaxthru.huggingface.config import read_config
 from jaxthru.huggingface.generation_config import GenerationDefaults, read_generation_defaults
 from jaxthru.huggingface.weights import Weights
 from jaxthru.runtime import hardware, xla
-from jaxthru.runtime.bucket import STORES, is_url
+from jaxthru.runtime.bucket import STORES, is_url, scheme_of
 from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training import layout as on_disk
@@ -191,7 +191,7 @@ def folder_of(where: Path | str | RunDirectory) -> Path:
     """Returns the folder of a run, or of published weights. Raises InputError if there is none."""
     address = where.where if isinstance(where, RunDirectory) else str(where)
     if is_url(address):
-        store = STORES.get(address.partition("://")[0])
+        store = STORES.get(scheme_of(address))
         remedy = f"copy it first{f' (`{store.copy}`)' if store else ''}, and give the copy"
         raise InputError(f"{address}: a run in a bucket cannot be used from there; {remedy}")
     path = where.path if isinstance(where, RunDirectory) else Path(where).expanduser()

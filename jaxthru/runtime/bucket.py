@@ -36,6 +36,12 @@ def is_url(path: AnyPath | str) -> bool:
     return "://" in str(path)
 
 
+def scheme_of(path: AnyPath | str) -> str:
+    """Returns the scheme of an address, as `gs`; empty for a path on a disk."""
+    scheme, found, _ = str(path).partition("://")
+    return scheme if found else ""
+
+
 def address(url: str) -> epath.Path:
     """Returns the place in a bucket that a --run-dir names. Raises InputError, before anything else is done,
     if it cannot be one or cannot be reached."""
@@ -64,7 +70,7 @@ def address(url: str) -> epath.Path:
 
 def store_of(place: epath.Path) -> fsspec.AbstractFileSystem:
     """Returns fsspec's way to the service that keeps a place in a bucket."""
-    return fsspec.filesystem(STORES[str(place).partition("://")[0]].protocol)
+    return fsspec.filesystem(STORES[scheme_of(place)].protocol)
 
 
 def entries(directory: AnyPath) -> Iterator[AnyPath]:

@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
-from jaxthru.runtime.bucket import AnyPath
+from jaxthru.runtime.bucket import AnyPath, scheme_of
 from jaxthru.training.checksums import write_checksums
 
 Call = Callable[[], None]
@@ -44,7 +44,7 @@ def of_arrays(primary: int | None, in_place: int) -> dict[str, Any]:
 def prepare(directory: AnyPath) -> None:
     """Makes Orbax fit to write and read checkpoints in a directory, on a disk or in a bucket."""
     _quieten()
-    if str(directory).startswith("s3://"):
+    if scheme_of(directory) == "s3":
         from jaxthru.training import s3  # not before: it needs what Orbax calls private
 
         s3.teach_orbax()

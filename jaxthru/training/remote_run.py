@@ -17,7 +17,7 @@ import jax
 from etils import epath
 
 from jaxthru.runtime.atomic import PARTIAL, write_atomically
-from jaxthru.runtime.bucket import address, entries, reason_of
+from jaxthru.runtime.bucket import address, entries, reason_of, scheme_of
 from jaxthru.runtime.distributed import from_first
 from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training.checksums import files_below
@@ -43,7 +43,7 @@ class Mirror:
         who = f"process_{jax.process_index()}" if trains else "reader"
         try:
             self.path = home / "jaxthru" / "runs" / f"{self.url.name}-{self._identity(trains)}" / who
-            if trains and url.startswith("s3://"):
+            if trains and scheme_of(url) == "s3":
                 from jaxthru.training import s3  # not before: it loads Orbax
 
                 s3.check(self.url, IDENTITY)

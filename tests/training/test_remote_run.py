@@ -2,16 +2,14 @@
 
 import fcntl
 import json
-import logging
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import fake_bucket
-import jax
-import jax.numpy as jnp
 import pytest
+from bucket_checkpoints import check_that_damage_is_passed_over, restored, save
 from etils import epath
 from processes import finish, job
 from runs import make_workplace
@@ -23,10 +21,8 @@ from jaxthru.runtime import bucket as bucket_addresses
 from jaxthru.runtime import exit_codes
 from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training import remote_run
-from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, newest_data_state
-from jaxthru.training.checksums import files_below
+from jaxthru.training.checkpoint import CheckpointError
 from jaxthru.training.run_directory import RunDirectory
-from jaxthru.training.saved import SavedParameters
 from jaxthru.training.tier import COMMITTED, saved_steps
 
 URL = "gs://bucket/runs/one"
@@ -44,54 +40,18 @@ def bucket(server, tmp_path, monkeypatch):
     return server
 
 
-def state(step: int) -> dict:
-    return {"step": jnp.int32(step), "params": {"w": jnp.full((8, 16), float(step)), "b": jnp.zeros(3)}}
-
-
-def shapes() -> dict:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
-
-
-def save(run: RunDirectory, steps) -> None:
-    with Checkpointer(run.checkpoints, CheckpointConfig(), before_commit=run.send) as checkpointer:
-        for step in steps:
-            checkpointer.save(step, state(step), {"step": step})
-
-
-def restored(run: RunDirectory) -> int:
-    with Checkpointer(run.checkpoints, CheckpointConfig()) as checkpointer:
-        step, found, data = checkpointer.restore(shapes())
-    assert data == {"step": step} and (found["params"]["w"] == step).all()
-    return step
-
-
 def test_checkpoints_lie_in_the_bucket_and_are_checked(bucket, caplog):
-    run = RunDirectory(URL, trains=True)
-    save(run, (10, 20, 30))
-    assert saved_steps(run.checkpoints) == [20, 30] and newest_data_state(run.checkpoints) == {"step": 30}
-    assert not (run.path / "checkpoints").exists()
-    assert restored(run) == 30
-    assert SavedParameters(run.checkpoints).step == 30
-    path = max(files_below(run.checkpoints / "30/state"), key=lambda path: path.stat().length)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(bytes(content))
-    with caplog.at_level(logging.WARNING):
-        assert restored(run) == 20
-    assert "checkpoint 30 is damaged and passed over" in caplog.text
-    assert (epath.Path(URL) / "damaged/30/seal.json").exists() and saved_steps(run.checkpoints) == [20]
-    save(run, (30,))
-    assert restored(run) == 30
+    check_that_damage_is_passed_over(RunDirectory(URL, trains=True), URL, caplog)
 
 
 def test_what_a_killed_save_left_is_none(bucket):
     run = RunDirectory(URL, trains=True)
-    save(run, (10, 20))
+    save(run, 10, 20)
     (run.checkpoints / "20" / COMMITTED).unlink()
     assert saved_steps(run.checkpoints) == [10]
     assert restored(run) == 10
     assert not (run.checkpoints / "20").exists()
-    save(run, (20,))
+    save(run, 20)
     assert restored(run) == 20
 
 
@@ -102,7 +62,7 @@ def test_files_follow_before_a_checkpoint_counts(bucket, tmp_path, monkeypatch):
     run.tokenizer.mkdir()
     (run.tokenizer / "tokenizer.json").write_bytes(b"\x00tokens")
     run.metrics_file.write_text('{"step": 1}\n')
-    save(run, (1,))
+    save(run, 1)
     with run.metrics_file.open("a") as file:  # a kill leaves this row on this host alone
         file.write('{"step": 2}\n')
     there = epath.Path(URL)
@@ -151,7 +111,7 @@ def test_a_bucket_that_cannot_be_written_fails_the_save_and_not_the_end(bucket, 
     with pytest.raises(TrainingError, match=f"^{URL}: cannot be written \\(403: no access\\)"):
         run.send()
     with pytest.raises(CheckpointError, match=r"checkpoint 1 was not saved: .*cannot be written \(403"):
-        save(run, (1,))
+        save(run, 1)
     assert saved_steps(run.checkpoints) == []
     with run.locked():
         pass

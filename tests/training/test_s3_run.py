@@ -6,9 +6,8 @@ import subprocess
 import sys
 
 import fsspec
-import jax
-import jax.numpy as jnp
 import pytest
+from bucket_checkpoints import check_that_damage_is_passed_over, restored, save
 from etils import epath
 from orbax.checkpoint._src.serialization import tensorstore_utils
 from processes import finish, job
@@ -18,19 +17,14 @@ from jaxthru import supervise
 from jaxthru.profile.show import command as profile_command
 from jaxthru.runtime.errors import InputError
 from jaxthru.training import s3
-from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer, newest_data_state
+from jaxthru.training.checkpoint import CheckpointConfig, Checkpointer
 from jaxthru.training.checksums import files_below
 from jaxthru.training.remote_run import IDENTITY
 from jaxthru.training.run_directory import RunDirectory
-from jaxthru.training.saved import SavedParameters
 from jaxthru.training.tier import COMMITTED, saved_steps
 
 pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
-
-
-def state(step: int) -> dict:
-    return {"params": {"w": jnp.full((8, 16), float(step)), "b": jnp.zeros(3)}}
 
 
 @pytest.fixture(scope="module")
@@ -58,20 +52,6 @@ def server():
 def url(server, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return f"s3://bucket/runs/{tmp_path.name}"
-
-
-def save(run: RunDirectory, *steps: int) -> None:
-    with Checkpointer(run.checkpoints, CheckpointConfig(), before_commit=run.send) as checkpointer:
-        for step in steps:
-            checkpointer.save(step, state(step), {"step": step})
-
-
-def restored(run: RunDirectory) -> int:
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
-    with Checkpointer(run.checkpoints, CheckpointConfig()) as checkpointer:
-        step, found, data = checkpointer.restore(shapes)
-    assert data == {"step": step} and (found["params"]["w"] == step).all()
-    return step
 
 
 def test_a_checkpoint_is_written_and_read(url):
@@ -134,18 +114,7 @@ def test_a_folder_that_a_console_has_made_holds_not_itself(url):
 @pytest.mark.slow
 def test_damaged_and_unfinished_checkpoints_are_passed_over(url, caplog):
     run = RunDirectory(url, trains=True)
-    save(run, 10, 20, 30)
-    assert saved_steps(run.checkpoints) == [20, 30] and newest_data_state(run.checkpoints) == {"step": 30}
-    assert SavedParameters(run.checkpoints).step == 30
-    path = max(files_below(run.checkpoints / "30/state"), key=lambda path: path.stat().length)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(bytes(content))
-    with caplog.at_level(logging.WARNING):
-        assert restored(run) == 20
-    assert "checkpoint 30 is damaged and passed over" in caplog.text
-    assert (epath.Path(url) / "damaged/30/seal.json").exists() and saved_steps(run.checkpoints) == [20]
-    save(run, 30)
+    check_that_damage_is_passed_over(run, url, caplog)
     (run.checkpoints / "30" / COMMITTED).unlink()  # as if it had been killed before
     assert restored(run) == 20 and not (run.checkpoints / "30").exists()
     with (run.path / "metrics.jsonl").open("w") as file:
