@@ -1,10 +1,10 @@
 """Routing by Triton kernels: the choice, the sort and the rows there and back in a pass over memory each.
 
-The choice and the weights of a block of tokens are made in registers, where XLA reads the scores once for
-each expert of a token; their gradient, no more than comparisons, is XLA's, and so are the scores, where a
-loss asks for them. The sort is a counting sort: how many assignments of each expert a block has, what blocks
-before it have, each one's rank in its block. Rows go there and back token by token: a token is read once and
-written to all of its rows. Rows without an expert are neither read nor written.
+The choice and the weights of a block of tokens, and their gradient, are made in registers, where XLA reads
+the scores once for each expert of a token. The scores are XLA's, where a loss asks for them. The sort is a
+counting sort: how many assignments of each expert a block has, what blocks before it have, each one's rank in
+its block. Rows go there and back token by token: a token is read once and written to all of its rows. Rows
+without an expert are neither read nor written.
 
 On an H200 at 4.1 TB/s, at 16,384 tokens of Qwen3-30B (128 experts, 8 of them, 2,048 wide) in bfloat16: the
 choice reads 8.4 MB and writes 1; the sort a few MB, with three kernels' starts; rows there read 67 MB and
@@ -53,33 +53,17 @@ def route(logits_NE, valid_N, bias_E, *, rule, platform: str):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _routed(logits_NE, valid_N, bias_E, rule):
-    jax_triton, kernels = load_triton(__package__)
-    (N, E), K = logits_NE.shape, rule.top_k
-    width = 1 << (E - 1).bit_length()
-    tokens = max(SCORES // width, 1)
-    made = jax_triton.triton_call(
+    (N, _), K = logits_NE.shape, rule.top_k
+    made = _by_token(
+        "route",
+        rule,
         logits_NE,
-        valid_N.astype(jnp.int8),
+        valid_N,
         bias_E,
-        N,
-        kernel=kernels.route,
-        out_shape=(
-            jax.ShapeDtypeStruct((N, K), jnp.int32),
-            jax.ShapeDtypeStruct((N, K), jnp.float32),
-        ),
-        grid=-(-N // tokens),
-        E=E,
-        K=K,
-        SIGMOID=rule.score == "sigmoid",
-        OF_CHOSEN=rule.score == "softmax_of_chosen",
-        NORMALISE=rule.normalise,
-        SCALE=rule.scale,
+        out_shape=tuple(jax.ShapeDtypeStruct((N, K), dtype) for dtype in (jnp.int32, jnp.float32)),
         GROUPS=rule.groups,
         TOP_GROUPS=rule.top_groups,
-        BN=tokens,
-        BE=width,
         BK=1 << (K - 1).bit_length(),
-        num_warps=4,
     )
     # Both are kept by a policy that saves what is chosen: the kernel does not run again.
     return tuple(checkpoint_name(array, "routing") for array in vary_alike(*made, logits_NE)[:2])
@@ -92,11 +76,39 @@ def _routed_forward(logits_NE, valid_N, bias_E, rule):
 
 def _routed_backward(rule, kept, gradients):
     logits_NE, valid_N, ids_NK = kept
-    weigh = lambda logits_NE: xla.weigh(logits_NE, valid_N, ids_NK, rule)[0]  # noqa: E731
-    return *jax.vjp(weigh, logits_NE)[1](gradients[1]), None, None
+    out_shape = jax.ShapeDtypeStruct(logits_NE.shape, jnp.float32)
+    d_logits_NE = _by_token("route_back", rule, logits_NE, valid_N, ids_NK, gradients[1], out_shape=out_shape)
+    return vary_alike(d_logits_NE, logits_NE)[0], None, None
 
 
 _routed.defvjp(_routed_forward, _routed_backward)
+
+
+def _by_token(kernel: str, rule, logits_NE, valid_N, *given, out_shape, **constants):
+    """Returns what a kernel makes of blocks of tokens, each with the scores of all experts in registers."""
+    jax_triton, kernels = load_triton(__package__)
+    N, E = logits_NE.shape
+    width = 1 << (E - 1).bit_length()
+    tokens = max(SCORES // width, 1)
+    return jax_triton.triton_call(
+        logits_NE,
+        valid_N.astype(jnp.int8),
+        *given,
+        N,
+        kernel=getattr(kernels, kernel),
+        out_shape=out_shape,
+        grid=-(-N // tokens),
+        E=E,
+        K=rule.top_k,
+        SIGMOID=rule.score == "sigmoid",
+        OF_CHOSEN=rule.score == "softmax_of_chosen",
+        NORMALISE=rule.normalise,
+        SCALE=rule.scale,
+        BN=tokens,
+        BE=width,
+        num_warps=4,
+        **constants,
+    )
 
 
 def sort_assignments(ids_NK, *, experts: int, platform: str):

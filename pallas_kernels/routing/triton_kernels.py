@@ -43,12 +43,8 @@ def route(
     exists_NE = (token_N < tokens)[:, None] & (expert_E < E)[None, :]
     at_NE = token_N.to(tl.int64)[:, None] * E + expert_E[None, :]
     logit_NE = tl.load(logits + at_NE, mask=exists_NE & valid_N[:, None], other=0.0)
-    if SIGMOID:
-        score_NE = tl.sigmoid(logit_NE)
-    else:
-        inside_NE = tl.where((expert_E < E)[None, :], logit_NE, LOWEST)
-        power_NE = tl.exp(inside_NE - tl.max(inside_NE, axis=1)[:, None])
-        score_NE = power_NE / tl.sum(power_NE, axis=1)[:, None]
+    inside_NE = tl.where((expert_E < E)[None, :], logit_NE, LOWEST)
+    score_NE = scores(inside_NE, SIGMOID)
     of_what_NE = logit_NE if OF_CHOSEN else score_NE
     choice_NE = of_what_NE + tl.load(bias + expert_E, mask=expert_E < E, other=0.0)[None, :]
     # Of what is no number, or no more than what was chosen, one expert would be found again.
@@ -78,6 +74,71 @@ def route(
     exists_NK = (token_N < tokens)[:, None] & exists_K
     tl.store(ids + at_NK, tl.where(valid_N[:, None], id_NK, E), mask=exists_NK)
     tl.store(weights + at_NK, tl.where(valid_N[:, None], weight_NK * SCALE, 0.0), mask=exists_NK)
+
+
+@triton.jit
+def route_back(
+    logits,
+    valid,
+    ids,
+    d_weights,
+    tokens,
+    d_logits,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    OF_CHOSEN: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SCALE: tl.constexpr,
+    BN: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """The gradient of one block of tokens' logits by their weights. Grid: tokens / BN, rounded up.
+
+    logits, d_logits [N, E]; valid [N] int8; ids, d_weights [N, K]; the rest as for `route`.
+    """
+    token_N = tl.program_id(0) * BN + tl.arange(0, BN)
+    exists_N = token_N < tokens
+    valid_N = tl.load(valid + token_N, mask=exists_N, other=0) != 0
+    expert_E = tl.arange(0, BE)
+    exists_NE = exists_N[:, None] & (expert_E < E)[None, :]
+    at_NE = token_N.to(tl.int64)[:, None] * E + expert_E[None, :]
+    logit_NE = tl.load(logits + at_NE, mask=exists_NE & valid_N[:, None], other=0.0)
+
+    chosen_NE = tl.zeros((BN, BE), tl.int1)
+    d_score_NE = tl.zeros((BN, BE), tl.float32)
+    for k in tl.static_range(K):
+        at_N = token_N.to(tl.int64) * K + k
+        id_N = tl.load(ids + at_N, mask=exists_N, other=E)
+        is_NE = expert_E[None, :] == id_N[:, None]
+        chosen_NE = chosen_NE | is_NE
+        d_N = tl.load(d_weights + at_N, mask=exists_N, other=0.0) * SCALE
+        d_score_NE = tl.where(is_NE, d_N[:, None], d_score_NE)
+    among_NE = (expert_E < E)[None, :]
+    if OF_CHOSEN:
+        among_NE = among_NE & (chosen_NE | ~valid_N[:, None])  # a softmax of none would be no number
+    score_NE = scores(tl.where(among_NE, logit_NE, LOWEST), SIGMOID)
+    if NORMALISE:
+        sum_N = tl.sum(tl.where(chosen_NE, score_NE, 0.0), axis=1)
+        sum_N = tl.where(valid_N & exists_N, sum_N, 1.0)
+        mean_N = tl.sum(score_NE * d_score_NE, axis=1) / sum_N
+        d_score_NE = tl.where(chosen_NE, (d_score_NE - mean_N[:, None]) / sum_N[:, None], 0.0)
+    if SIGMOID:
+        d_logit_NE = d_score_NE * score_NE * (1.0 - score_NE)
+    else:
+        d_logit_NE = score_NE * (d_score_NE - tl.sum(score_NE * d_score_NE, axis=1)[:, None])
+    tl.store(d_logits + at_NE, tl.where(valid_N[:, None], d_logit_NE, 0.0), mask=exists_NE)
+
+
+@triton.jit
+def scores(inside_NE, SIGMOID: tl.constexpr):
+    """Returns each expert's score, of logits that are -inf where there is none."""
+    if SIGMOID:
+        score_NE = tl.sigmoid(inside_NE)
+    else:
+        power_NE = tl.exp(inside_NE - tl.max(inside_NE, axis=1)[:, None])
+        score_NE = power_NE / tl.sum(power_NE, axis=1)[:, None]
+    return score_NE
 
 
 @triton.jit

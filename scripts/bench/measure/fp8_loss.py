@@ -127,6 +127,7 @@ def measure(arguments) -> dict:
     return {
         "steps": arguments.steps,
         "seeds": arguments.seeds,
+        "key": arguments.key,
         "rows": config.train.rows,
         "sequence": config.data.sequence,
         "fp8_over_compute": compare(**results),
@@ -140,6 +141,7 @@ main = harness.program(
     measure,
     harness.option("--steps", type=int, default=300),
     harness.option("--seeds", type=int, default=4),
+    harness.option("--key", default="precision.matmul", help="what is compute and fp8 in turn"),
     config=__file__,
 )
 

@@ -83,7 +83,10 @@ def import_tokamax() -> tuple[Any, str | None]:
             sys.modules[name] = types.ModuleType(name)
         sys.modules["xprof.cli.tools"].get_kernel_stats_tool = None
     try:
-        return importlib.import_module("tokamax"), None
+        tokamax = importlib.import_module("tokamax")
+        # Or it would take this program's arguments for flags of its own.
+        importlib.import_module("absl.flags").FLAGS.mark_as_parsed()
+        return tokamax, None
     except Exception as error:  # whatever it raises beside a JAX that it does not know
         return None, repr(error)[:300]
 
