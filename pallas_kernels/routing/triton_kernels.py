@@ -44,7 +44,8 @@ def route(
     at_NE = token_N.to(tl.int64)[:, None] * E + expert_E[None, :]
     logit_NE = tl.load(logits + at_NE, mask=exists_NE & valid_N[:, None], other=0.0)
     inside_NE = tl.where((expert_E < E)[None, :], logit_NE, LOWEST)
-    score_NE = scores(inside_NE, SIGMOID)
+    most_N, total_N = of_softmax(inside_NE)
+    score_NE = scores(inside_NE, most_N, total_N, SIGMOID)
     of_what_NE = logit_NE if OF_CHOSEN else score_NE
     choice_NE = of_what_NE + tl.load(bias + expert_E, mask=expert_E < E, other=0.0)[None, :]
     # Of what is no number, or no more than what was chosen, one expert would be found again.
@@ -55,23 +56,21 @@ def route(
 
     place_K = tl.arange(0, BK)
     id_NK = tl.zeros((BN, BK), tl.int32)
-    weight_NK = tl.full((BN, BK), LOWEST, tl.float32)
     for k in tl.static_range(K):
         # It is never more than E - 1; the compiler that is told so keeps to its registers.
         id_N = tl.minimum(tl.argmax(choice_NE, axis=1, tie_break_left=True), E - 1)
-        is_NE = expert_E[None, :] == id_N[:, None]
-        weight_N = tl.sum(tl.where(is_NE, of_what_NE, 0.0), axis=1)
-        choice_NE = tl.where(is_NE, LOWEST, choice_NE)
+        choice_NE = tl.where(expert_E[None, :] == id_N[:, None], LOWEST, choice_NE)
         id_NK = tl.where((place_K == k)[None, :], id_N[:, None], id_NK)
-        weight_NK = tl.where((place_K == k)[None, :], weight_N[:, None], weight_NK)
     exists_K = (place_K < K)[None, :]
+    exists_NK = (token_N < tokens)[:, None] & exists_K
+    chosen_NK = token_N.to(tl.int64)[:, None] * E + id_NK
+    logit_NK = tl.load(logits + chosen_NK, mask=exists_NK & valid_N[:, None], other=0.0)
     if OF_CHOSEN:
-        weight_NK = tl.exp(weight_NK - tl.max(weight_NK, axis=1)[:, None])
-        weight_NK = weight_NK / tl.sum(weight_NK, axis=1)[:, None]
+        most_N, total_N = of_softmax(tl.where(exists_K, logit_NK, LOWEST))
+    weight_NK = scores(logit_NK, most_N, total_N, SIGMOID)
     if NORMALISE:
         weight_NK = weight_NK / tl.sum(tl.where(exists_K, weight_NK, 0.0), axis=1)[:, None]
     at_NK = token_N.to(tl.int64)[:, None] * K + place_K[None, :]
-    exists_NK = (token_N < tokens)[:, None] & exists_K
     tl.store(ids + at_NK, tl.where(valid_N[:, None], id_NK, E), mask=exists_NK)
     tl.store(weights + at_NK, tl.where(valid_N[:, None], weight_NK * SCALE, 0.0), mask=exists_NK)
 
@@ -117,7 +116,9 @@ def route_back(
     among_NE = (expert_E < E)[None, :]
     if OF_CHOSEN:
         among_NE = among_NE & (chosen_NE | ~valid_N[:, None])  # a softmax of none would be no number
-    score_NE = scores(tl.where(among_NE, logit_NE, LOWEST), SIGMOID)
+    inside_NE = tl.where(among_NE, logit_NE, LOWEST)
+    most_N, total_N = of_softmax(inside_NE)
+    score_NE = scores(inside_NE, most_N, total_N, SIGMOID)
     if NORMALISE:
         sum_N = tl.sum(tl.where(chosen_NE, score_NE, 0.0), axis=1)
         sum_N = tl.where(valid_N & exists_N, sum_N, 1.0)
@@ -131,14 +132,21 @@ def route_back(
 
 
 @triton.jit
-def scores(inside_NE, SIGMOID: tl.constexpr):
-    """Returns each expert's score, of logits that are -inf where there is none."""
+def of_softmax(inside_NE):
+    """Returns each token's largest logit, and the sum of the exponentials of what all are below it."""
+    most_N = tl.max(inside_NE, axis=1)
+    return most_N, tl.sum(tl.exp(inside_NE - most_N[:, None]), axis=1)
+
+
+@triton.jit
+def scores(logit_NX, most_N, total_N, SIGMOID: tl.constexpr):
+    """Returns the scores of some of a token's logits; most_N, total_N: see `of_softmax`, of those that share
+    the softmax."""
     if SIGMOID:
-        score_NE = tl.sigmoid(inside_NE)
+        score_NX = tl.sigmoid(logit_NX)
     else:
-        power_NE = tl.exp(inside_NE - tl.max(inside_NE, axis=1)[:, None])
-        score_NE = power_NE / tl.sum(power_NE, axis=1)[:, None]
-    return score_NE
+        score_NX = tl.exp(logit_NX - most_N[:, None]) / total_N[:, None]
+    return score_NX
 
 
 @triton.jit
