@@ -142,11 +142,7 @@ def of_softmax(inside_NE):
 def scores(logit_NX, most_N, total_N, SIGMOID: tl.constexpr):
     """Returns the scores of some of a token's logits; most_N, total_N: see `of_softmax`, of those that share
     the softmax."""
-    if SIGMOID:
-        score_NX = tl.sigmoid(logit_NX)
-    else:
-        score_NX = tl.exp(logit_NX - most_N[:, None]) / total_N[:, None]
-    return score_NX
+    return tl.sigmoid(logit_NX) if SIGMOID else tl.exp(logit_NX - most_N[:, None]) / total_N[:, None]
 
 
 @triton.jit
