@@ -145,6 +145,8 @@ def random_data(config: Any, documents: int) -> SimpleNamespace:
         segments=documents,
         names=("random",),
         mixture=mixture,
+        tokens={"random": config.data.sequence},
+        pieces={"random": documents},
         train=[(None, SimpleNamespace(length=lengths))],
         masked=False,
         units={},
