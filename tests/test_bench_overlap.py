@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxthru.build.attention_choice import mean_document
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -333,6 +335,14 @@ def test_a_commit_from_before_jaxthru_build_is_built_by_its_own_names(bench, mon
     with old():
         made = old.build(own, settings, 3)
     assert made == (["mesh.tensor=2", "mesh.collective_matmul=fused", "train.steps=1000000"], 3)
+
+
+def test_random_data_says_how_long_its_documents_are(bench):
+    """Attention's choice asks that, on a GPU alone."""
+    config = types.SimpleNamespace(
+        data=types.SimpleNamespace(sequence=4096), model=types.SimpleNamespace(vocabulary=9)
+    )
+    assert mean_document(bench("measure.steps_in_turns").random_data(config, 4)) == 1024
 
 
 def test_ratios_are_to_the_first_contender_or_to_none(bench, monkeypatch, capsys):

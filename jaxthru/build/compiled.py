@@ -24,7 +24,7 @@ from jaxthru.build.checks import (
 from jaxthru.build.choices import Choice, Search
 from jaxthru.build.compiled_beside import Beside
 from jaxthru.build.confirmed import Confirmed
-from jaxthru.build.defaults import float8_setting, get, replaced
+from jaxthru.build.defaults import get, replaced
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.proposals import Candidate
 from jaxthru.build.step import assemble, update_flops
@@ -268,7 +268,6 @@ def _compiler_options(config: RunConfig, layout: Layout, autotuned: Path | None)
         config.train.deterministic,
         writes_to_peers=config.kernels.writes_to_peers,
         copies=config.mesh.copies,
-        float8=bool(float8_setting(config)),
         autotuned=autotuned,
     )
 

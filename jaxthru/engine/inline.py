@@ -284,7 +284,7 @@ def loss_terms(objective: Objective) -> jax.stages.Wrapped:
     def terms(params: Tree, batch: Batch, weight: jax.Array) -> Terms:
         return loss(objective, params, batch, weight)[1]
 
-    return jax.jit(terms, compiler_options=xla.for_float8(objective.model.ops.float8))
+    return jax.jit(terms, compiler_options=xla.for_matmuls(jax.default_backend()))
 
 
 class CompiledStep:

@@ -105,18 +105,22 @@ def test_programs_are_kept_apart_by_processor(monkeypatch, tmp_path):
     assert xla.processor() == xla.processor()
 
 
-def test_options_are_for_gpus_alone_and_where_they_help():
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+
+
+def test_options_are_for_gpus_alone_and_where_they_help(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
     assert xla.compiler_options("cpu", devices=8, deterministic=True) == {}
-    assert xla.compiler_options("gpu", devices=1, deterministic=False) == {}
+    assert xla.compiler_options("gpu", devices=1, deterministic=False) == CUBLAS
     both = xla.compiler_options("gpu", devices=2, deterministic=True)
-    assert both == {
+    assert both == CUBLAS | {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_graph_min_graph_size": 1,
         "xla_gpu_experimental_use_collective_kernels": "",  # none of them
         "xla_gpu_deterministic_ops": True,
     }
     fused = xla.compiler_options("gpu", devices=1, deterministic=False, writes_to_peers=True)
-    assert fused == {
+    assert fused == CUBLAS | {
         "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN",  # no custom calls
         "xla_gpu_graph_min_graph_size": 1,
         "xla_gpu_experimental_use_collective_kernels": "",
@@ -129,13 +133,12 @@ def test_options_are_for_gpus_alone_and_where_they_help():
     assert copied["xla_gpu_collective_permute_mode"] == "COLLECTIVES_PEER_MEMORY"
 
 
-def test_float8_is_multiplied_by_cublas_unless_a_flag_says_otherwise(monkeypatch):
+def test_matmuls_are_cublas_s_unless_a_flag_says_otherwise(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    how = {"devices": 1, "deterministic": False, "float8": True}
-    assert xla.compiler_options("gpu", **how) == {"xla_gpu_enable_triton_gemm": False}
-    assert xla.compiler_options("cpu", **how) == {} == xla.for_float8(False)
+    assert xla.for_matmuls("gpu") == CUBLAS
+    assert xla.for_matmuls("cpu") == xla.for_matmuls("tpu") == {}
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
-    assert xla.compiler_options("gpu", **how) == {}
+    assert xla.for_matmuls("gpu") == {} == xla.compiler_options("gpu", devices=1, deterministic=False)
 
 
 @pytest.mark.parametrize("peers", [False, True])
@@ -146,7 +149,8 @@ def test_code_is_loaded_before_kernels_wait_for_each_other(peers, monkeypatch):
 
 
 def test_results_of_autotuning_are_read_by_all_and_written_by_the_first(monkeypatch, tmp_path):
-    kept = {"xla_gpu_per_fusion_autotune_cache_dir": str(tmp_path)}
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    kept = CUBLAS | {"xla_gpu_per_fusion_autotune_cache_dir": str(tmp_path)}
     for primary, mode in ((True, "UPDATE"), (False, "READ")):
         monkeypatch.setattr(xla, "is_primary", lambda primary=primary: primary)
         options = xla.compiler_options("gpu", devices=1, deterministic=False, autotuned=tmp_path)
@@ -157,9 +161,7 @@ def test_results_of_autotuning_are_read_by_all_and_written_by_the_first(monkeypa
 
 def test_the_installed_jaxlib_knows_each_option(tmp_path):
     """It refuses a program compiled with one that it does not know."""
-    options = xla.compiler_options(
-        *("gpu", 2, True), writes_to_peers=True, copies=True, float8=True, autotuned=tmp_path
-    )
+    options = xla.compiler_options("gpu", 2, True, writes_to_peers=True, copies=True, autotuned=tmp_path)
     for name, value in options.items():
         xla.check_flags(f"--{name}={value}")
     compiled = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), "float32"))

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import turns
 
+from jaxthru.runtime import xla
+
 Passes = dict[str, Callable]
 """{"forward", "both": a function of the arguments}; what is last gives all results that are compared."""
 
@@ -92,7 +94,8 @@ def import_tokamax() -> tuple[Any, str | None]:
 
 
 def programs(work: Workload, tiles: bool) -> tuple[dict[tuple[str, str], Any], dict[str, str]]:
-    """Returns {(contender, pass): compiled}, and why others cannot run. tiles: whether those contend too."""
+    """Returns {(contender, pass): compiled} as in a step, and why others cannot run. tiles: whether those
+    contend too."""
     lowered, failed = {}, {}
 
     def lower(name: str, passes: Passes) -> None:
@@ -111,8 +114,9 @@ def programs(work: Workload, tiles: bool) -> tuple[dict[tuple[str, str], Any], d
                 stack.enter_context(unittest.mock.patch.object(work.tuned, key, value))
             jax.clear_caches()
             lower(name, work.tuned_passes)
+    options = xla.compiler_options(jax.default_backend(), devices=1, deterministic=False)
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        pending = {key: threads.submit(each.compile) for key, each in lowered.items()}
+        pending = {key: threads.submit(each.compile, options) for key, each in lowered.items()}
     failed |= {key[0]: repr(each.exception())[:500] for key, each in pending.items() if each.exception()}
     return {key: each.result() for key, each in pending.items() if key[0] not in failed}, failed
 
