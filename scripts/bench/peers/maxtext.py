@@ -11,7 +11,8 @@ loop around it is not its own. Where it is not installed, bring it in a folder:
 
 Packages that it imports and that a training step does not call are stood in for where they are not installed.
 Its `cudnn_flash_te` needs Transformer Engine, so that attention is `cudnn_flash_jax`, the same cuDNN kernel
-by JAX. It has no check for values that are not finite, and none is added.
+by JAX. It has no check for values that are not finite, and none is added. Its step is compiled with cuBLAS's
+matmuls alone, as ours, which is what scripts for GPUs have XLA_FLAGS say.
 """
 
 import argparse
@@ -28,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import harness
+
+from jaxthru.runtime import xla
 
 # Imported by MaxText, and called by no training step of these models.
 STAND_INS = ("pathwaysutils", "aqt", "qwix", "tokamax", "drjax", "PIL", "tiktoken", "sentencepiece", "sympy")
@@ -177,7 +180,7 @@ class Program:
                 self.config, graph, self.mesh, abstract, shardings, train_step, params_shardings=of_parameters
             )
             self.shardings = shardings
-            return step.lower(abstract, batch).compile()
+            return step.lower(abstract, batch).compile(xla.for_matmuls(jax.default_backend()))
 
     def state(self) -> Any:
         """Returns the state before the first update."""

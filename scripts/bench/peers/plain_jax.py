@@ -136,7 +136,10 @@ def main() -> int:
             "skipped": jnp.zeros(()),
         }
 
-    state, compiled = first_state(), jax.jit(step, donate_argnums=0)
+    state, compiled = (
+        first_state(),
+        jax.jit(step, donate_argnums=0, compiler_options=xla.for_matmuls(jax.default_backend())),
+    )
     batches = harness.causal_batches(rows)
 
     def dispatch():
