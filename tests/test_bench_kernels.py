@@ -85,6 +85,13 @@ def test_a_result_that_is_wrong_and_a_contender_that_cannot_run_are_said(workloa
     assert found["refuses"] == {"failed": "ValueError('needs another GPU')"}
 
 
+def test_tokamax_s_kernels_say_what_jax_has_renamed(workload):
+    kernel = workload.by_old_names(lambda body, *, out_type, grid=(): (body, out_type, grid))
+    assert (
+        kernel("body", out_shape=4, grid=(2,)) == kernel("body", out_type=4, grid=(2,)) == ("body", 4, (2,))
+    )
+
+
 def test_lighter_contenders_take_turns_behind_the_others(workload, monkeypatch):
     turns_of = []
 

@@ -77,6 +77,10 @@ def apart(found: Any, expected: Any) -> jax.Array:
     ).max()
 
 
+RENAMED = {"out_shape": "out_type", "scratch_shapes": "scratch_types"}
+"""Arguments of Pallas' kernels for Mosaic GPU: {as tokamax 0.0.12 has them: in JAX 0.11.2}."""
+
+
 def import_tokamax() -> tuple[Any, str | None]:
     """Returns tokamax, or the reason why it cannot be imported."""
     if "xprof" not in sys.modules and importlib.util.find_spec("xprof") is None:
@@ -88,9 +92,22 @@ def import_tokamax() -> tuple[Any, str | None]:
         tokamax = importlib.import_module("tokamax")
         # Or it would take this program's arguments for flags of its own.
         importlib.import_module("absl.flags").FLAGS.mark_as_parsed()
+        pallas = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+        if not hasattr(pallas.kernel, "__wrapped__"):
+            pallas.kernel = by_old_names(pallas.kernel)
         return tokamax, None
     except Exception as error:  # whatever it raises beside a JAX that it does not know
         return None, repr(error)[:300]
+
+
+def by_old_names(kernel: Callable) -> Callable:
+    """Returns the function, which takes arguments by what they were called before, too."""
+
+    @functools.wraps(kernel)
+    def called(*arguments, **named):
+        return kernel(*arguments, **{RENAMED.get(name, name): value for name, value in named.items()})
+
+    return called
 
 
 def programs(work: Workload, tiles: bool) -> tuple[dict[tuple[str, str], Any], dict[str, str]]:
