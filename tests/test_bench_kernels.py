@@ -1,6 +1,7 @@
 """The bench that times the implementations of an operation: every operation's, and what it says of them."""
 
 import argparse
+import dataclasses
 import json
 import sys
 import types
@@ -90,6 +91,41 @@ def test_tokamax_s_kernels_say_what_jax_has_renamed(workload):
     assert (
         kernel("body", out_shape=4, grid=(2,)) == kernel("body", out_type=4, grid=(2,)) == ("body", 4, (2,))
     )
+
+
+def test_what_tokamax_is_tuned_to_is_what_is_timed(bench, workload):
+    """It chooses while it is traced, and JAX keeps what it has traced of a function."""
+    kernels, traced = bench("measure.kernels.grouped_matmul"), []
+    config = dataclasses.make_dataclass("Config", ["block_m", "block_k", "num_stages"], frozen=True)
+    untuned, other = config(64, 128, 2), config(256, 64, 4)
+
+    class Bound:
+        heuristics_config, autotuning_configs = untuned, (untuned, config(128, 128, 4), other)
+        chosen = untuned
+
+        def autotune(self, configs):
+            assert configs == {untuned, config(128, 128, 4)}
+            Bound.chosen = config(128, 128, 4)
+
+    def ragged_dot(x, w, sizes, implementation):
+        traced.append(Bound.chosen.block_m)
+        return x @ w[0]
+
+    def get_bound_args(function, *arguments):
+        jax.jit(function).lower(*arguments)
+        return (Bound(),)
+
+    autotuning = types.SimpleNamespace(get_bound_args=get_bound_args)
+    tokamax = types.SimpleNamespace(ragged_dot=ragged_dot, autotuning=autotuning)
+    case = kernels.SHAPES["cpu_product"]
+    x, w, dy = kernels.arrays(case.of, jnp.float32)
+    arguments = None, x, w, dy, kernels.multinomial(case.of)
+    call = kernels.of_tokamax(tokamax, case)
+    assert kernels.tuned_by_tokamax(tokamax, call, arguments) is None
+    workload.programs(workload.Workload(arguments, {"tokamax": {"call": call}}, base="tokamax"), False)
+    assert traced == [64, 128]
+    tokamax.autotuning = None
+    assert "AttributeError" in kernels.tuned_by_tokamax(tokamax, call, arguments)
 
 
 def test_lighter_contenders_take_turns_behind_the_others(workload, monkeypatch):

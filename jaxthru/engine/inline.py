@@ -21,7 +21,6 @@ from jaxthru.engine.step import State, Step, counters_of, slots_by_stage, state_
 from jaxthru.engine.terms import Terms, merged, none_yet, over_repetitions, with_micro_batch
 from jaxthru.models import scopes
 from jaxthru.models.stage import Context, Group
-from jaxthru.runtime import xla
 from jaxthru.runtime.first_run import FirstAlone
 
 Tree = Any
@@ -284,7 +283,7 @@ def loss_terms(objective: Objective) -> jax.stages.Wrapped:
     def terms(params: Tree, batch: Batch, weight: jax.Array) -> Terms:
         return loss(objective, params, batch, weight)[1]
 
-    return jax.jit(terms, compiler_options=xla.for_matmuls(jax.default_backend()))
+    return jax.jit(terms, compiler_options=objective.model.compiler_options)
 
 
 class CompiledStep:

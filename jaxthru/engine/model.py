@@ -16,9 +16,11 @@ import jax.numpy as jnp
 from jaxthru.models import scopes
 from jaxthru.models.ops import Ops
 from jaxthru.models.stage import Chain, Context, Extras, Stage, by_kind, distinct
+from jaxthru.runtime import xla
 from jaxthru.runtime.sharding import Axes
 from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels.attention import find_segments
+from pallas_kernels.collective_matmul import WRITES_TO_PEERS
 
 Tree = Any
 Batch = dict[str, jax.Array]
@@ -62,6 +64,18 @@ class Model:
         """How many numbers the parameters are."""
         stages = self.chain.embedding, *self.chain.layers, self.chain.head
         return sum(by_kind(stages, lambda stage: sum(leaf.size for leaf in jax.tree.leaves(stage.shapes))))
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """The options for compiling what is no step, as an evaluation: for collectives and kernels those that
+        a step of it has."""
+        return xla.compiler_options(
+            jax.default_backend(),
+            self.ops.layout.mesh.size,
+            deterministic=False,
+            writes_to_peers=self.ops.collective_matmul_by in WRITES_TO_PEERS,
+            copies=self.ops.copies,
+        )
 
     def init(self, key: jax.Array) -> Tree:
         """Returns fresh parameters, all float32; the same values for `scan` and `unroll`, on any mesh."""

@@ -19,7 +19,6 @@ from jaxthru.engine.offload import Pace
 from jaxthru.engine.step import State, Step
 from jaxthru.engine.terms import Terms, merged, over_micro_batches
 from jaxthru.models.stage import Context, Stage, distinct
-from jaxthru.runtime import xla
 from jaxthru.runtime.first_run import FirstAlone
 
 Tree = Any
@@ -184,7 +183,7 @@ class Programs:
     def evaluation(self) -> tuple[FirstAlone, list[FirstAlone], FirstAlone]:
         """Returns `eval_embed`, `eval_block` of each kind of block, and `eval_head`, each compiled at its
         first use."""
-        jit = functools.partial(jax.jit, compiler_options=xla.for_matmuls(jax.default_backend()))
+        jit = functools.partial(jax.jit, compiler_options=self.model.compiler_options)
         kinds = distinct(self.model.chain.layers)
         blocks = [FirstAlone(jit(functools.partial(self.eval_block, stage=stage))) for stage in kinds]
         return FirstAlone(jit(self.eval_embed)), blocks, FirstAlone(jit(self.eval_head))

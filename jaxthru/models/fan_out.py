@@ -1,9 +1,10 @@
 """One activation that several matmuls read: how their gradients are added up.
 
 cuBLAS adds an array to a product as it writes it, with no pass over memory of its own. XLA has it do so where
-the product is the first operand of the sum and nothing is added to it yet. JAX's own sums have what was added
-up before as the first, which of a third product on is left to a pass: a read and a write of the activation,
-and another read, 0.27 GB a layer of Llama-3.2-1B at 32,768 tokens. The bits are the same.
+nothing is added to the product yet, and of two products to the first operand of their sum alone. JAX's own
+sums have what was added up before as the first, which of a third product on is left to a pass: a read and a
+write of the activation, and another read, 0.27 GB a layer of Llama-3.2-1B at 32,768 tokens. The bits are the
+same.
 """
 
 import functools

@@ -16,7 +16,6 @@ from flax import nnx
 
 from jaxthru.models import flops, llama, router, scopes
 from jaxthru.models.experts import experts
-from jaxthru.models.fan_out import fan_out
 from jaxthru.models.layers import Attention, SwiGLU, Weight, drawn
 from jaxthru.models.moe_published import PUBLISHED as PUBLISHED
 from jaxthru.models.remat import EXPERT_HIDDEN, EXPERT_ROWS, ROUTING
@@ -127,9 +126,7 @@ class MixtureOfExperts(nnx.Module):
             self.shared_gate = drawn(rngs, WeightInfo((None,), "bias"), (d,), d**-0.5)
 
     def __call__(self, x_ND: jax.Array, context: Context) -> tuple[jax.Array, Extras]:
-        # The router's product first: cuBLAS adds what the others' gradients of x are as it writes its own.
-        routed_ND, x_ND = fan_out(x_ND, 2)
-        routing, extras = self.router(routed_ND, context)
+        routing, extras = self.router(x_ND, context)
         y_ND = experts(context.ops, x_ND, routing, self.gate_up, self.down)
         if self.shares:
             shared_ND = self.shared(x_ND, context)

@@ -36,6 +36,9 @@ which take multimem instructions where there are. A mode may be `symmetric`, too
 NO_COLLECTIVE_KERNELS = {"xla_gpu_experimental_use_collective_kernels": ""}
 """XLA's own kernels for small sums over GPUs are on by default; NCCL makes them here, as all others."""
 
+OWN_FLAGS = tuple(f"--{name}={value}" for name, value in NO_COLLECTIVE_KERNELS.items())
+"""What `configure` adds to XLA_FLAGS: for all programs of a process, a notebook's and a sampler's too."""
+
 MEMORY_FRACTION = 0.96
 """A training job owns its GPU; JAX's default leaves a quarter of the memory unused. What is left here, 5.6
 GiB of an H200's 140, is for CUDA's context and the libraries' own workspaces."""
@@ -47,6 +50,8 @@ def configure(writes_to_peers: bool = False) -> None:
     writes_to_peers: kernels will address other GPUs' memory. CUDA then loads all code when it starts: at a
     first launch, as it does otherwise, loading may wait for running kernels to end, and one that waits for a
     peer whose kernel is yet to be loaded never does.
+
+    No program of this process uses XLA's own collective kernels, see `OWN_FLAGS`.
 
     Compiled programs and autotuning results are kept for the next start, in JAX_COMPILATION_CACHE_DIR or
     ~/.cache/jaxthru/xla. Raises InputError for a JAX that is not supported, and for a flag in XLA_FLAGS that
@@ -63,7 +68,9 @@ def configure(writes_to_peers: bool = False) -> None:
         os.environ["CUDA_MODULE_LOADING"] = "EAGER"
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; JAX refuses both at once
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
-    check_flags(given_flags())
+    flags = given_flags()
+    check_flags(flags)
+    os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *(own for own in OWN_FLAGS if own not in flags)])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # small ones add up to seconds too
     _count_compilations()
     if jax.config.jax_compilation_cache_dir is None:
@@ -166,10 +173,10 @@ def for_matmuls(platform: str) -> dict[str, Any]:
     """Returns the options for compiling a program with large matmuls: none off a GPU, or where XLA_FLAGS says
     it.
 
-    By default XLA makes a kernel of Triton's of each matmul, compiles and times it in many tiles beside
-    cuBLAS's, and where that wins, as with large ones it does, takes it without what it could have added as it
-    writes (models/fan_out.py). On an H200, without Triton's: the step of Llama-3.2-1B compiled in 15 s in
-    place of 29 and was 1.9% faster; that of 8 layers of Llama 3 8B in float8 had taken 128 s.
+    By default XLA wraps each matmul for Triton, compiles and times it in many tiles beside cuBLAS's; where
+    cuBLAS's is taken, as of large ones it is, nothing is left in the wrap for it to add as it writes. On an
+    H200, without Triton's: the step of Llama-3.2-1B compiled in 15 s in place of 29, and made 1.9% more
+    tokens a second, once each; that of 8 layers of Llama 3 8B in float8 had taken 128 s to compile.
     """
     flag = "xla_gpu_enable_triton_gemm"
     return {flag: False} if platform in ("gpu", "cuda", "rocm") and flag not in given_flags() else {}

@@ -89,7 +89,8 @@ def route(
 
     The experts with the largest score + bias are chosen, of equal ones those of the lowest id; weights are
     scores without the bias. Differentiable in the logits, by the weights and the scores, with the choice
-    held. A token with logits that are not finite gets top_k different experts, too; which ones is not said.
+    held. A token with logits that are not finite gets top_k different experts, too; which ones is not said,
+    but that one of no number is among them, so that a weight is none either.
     The ids are named "routing" by `jax.ad_checkpoint.checkpoint_name`: a policy that saves them chooses no
     expert twice.
 

@@ -16,6 +16,7 @@ def route(logits_NE, valid_N, bias_E, *, rule: Rule) -> tuple[jax.Array, jax.Arr
     choice_NE = jax.lax.stop_gradient(logits_NE if rule.score == "softmax_of_chosen" else scores_NE)
     if bias_E is not None:
         choice_NE += jax.lax.stop_gradient(bias_E)[None, :]
+    choice_NE = jnp.where(jnp.isnan(choice_NE), jnp.inf, choice_NE)  # chosen first: its weight says so
     if rule.limited:
         best_two_NG2, _ = jax.lax.top_k(choice_NE.reshape(-1, rule.groups, rule.of_group), 2)
         _, groups_N = jax.lax.top_k(jnp.sum(best_two_NG2, axis=-1), rule.top_groups)

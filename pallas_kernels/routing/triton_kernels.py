@@ -10,6 +10,7 @@ import triton.language as tl
 
 LOWEST = tl.constexpr(float("-inf"))
 LOWEST_CHOICE = tl.constexpr(-1.7e38)  # two of them are a number
+HIGHEST_CHOICE = tl.constexpr(3.4e38)
 
 
 @triton.jit
@@ -48,8 +49,9 @@ def route(
     score_NE = scores(inside_NE, most_N, total_N, SIGMOID)
     of_what_NE = logit_NE if OF_CHOSEN else score_NE
     choice_NE = of_what_NE + tl.load(bias + expert_E, mask=expert_E < E, other=0.0)[None, :]
-    # Of what is no number, or no more than what was chosen, one expert would be found again.
-    choice_NE = tl.where(choice_NE > LOWEST_CHOICE, choice_NE, LOWEST_CHOICE)
+    # Of what is no more than what was chosen one expert would be found again. What is no number is chosen
+    # first, so that its weight says so.
+    choice_NE = tl.where(choice_NE == choice_NE, tl.maximum(choice_NE, LOWEST_CHOICE), HIGHEST_CHOICE)
     choice_NE = tl.where((expert_E < E)[None, :], choice_NE, LOWEST)
     if TOP_GROUPS < GROUPS:
         choice_NE = limit(choice_NE, expert_E, E // GROUPS, GROUPS, TOP_GROUPS, BN, BE)
@@ -121,7 +123,7 @@ def route_back(
     score_NE = scores(inside_NE, most_N, total_N, SIGMOID)
     if NORMALISE:
         sum_N = tl.sum(tl.where(chosen_NE, score_NE, 0.0), axis=1)
-        sum_N = tl.where(valid_N & exists_N, sum_N, 1.0)
+        sum_N = tl.where(valid_N, sum_N, 1.0)
         mean_N = tl.sum(score_NE * d_score_NE, axis=1) / sum_N
         d_score_NE = tl.where(chosen_NE, (d_score_NE - mean_N[:, None]) / sum_N[:, None], 0.0)
     if SIGMOID:

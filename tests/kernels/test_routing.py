@@ -34,7 +34,8 @@ PLAIN = {"score": "softmax", "normalise": True}
 RULES = {
     "softmax": PLAIN | {"normalise": False},
     "normalised": PLAIN | {"scale": 2.5},
-    "sigmoid": {"score": "sigmoid", "normalise": True, "scale": 2.5},
+    "sigmoid": {"score": "sigmoid", "normalise": False},
+    "sigmoid normalised": {"score": "sigmoid", "normalise": True, "scale": 2.5},
     "of_chosen": {"score": "softmax_of_chosen", "normalise": False},
     "grouped": {"score": "sigmoid", "normalise": True, "groups": 4, "top_groups": 2},
     "balanced": PLAIN | {"balanced": True},
@@ -169,6 +170,7 @@ def test_a_token_has_different_experts_whatever_its_logits_are(score, grouped, i
     made = route(logits, jnp.ones(6, bool), **how)
     for ids in made.ids_NK.tolist():
         assert len({*ids} & {*range(8)}) == 4, ids
+    assert np.isnan(made.weights_NK[jnp.array([0, 3])]).any(axis=1).all(), "or nobody would notice"
 
 
 def test_a_bias_moves_the_choice_and_not_the_weights():

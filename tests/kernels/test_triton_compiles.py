@@ -185,13 +185,16 @@ def of_grouped_matmul(I: int, O: int, dtype=bf16):  # noqa: E741
 def of_routing(N: int, E: int, K: int, D: int, **rule):
     how = {"implementation": "triton", "platform": "gpu"}
 
-    def function(logits, valid, bias, x):
-        made = route(logits, valid, bias, top_k=K, normalise=True, **rule, **how)
-        order = sort_assignments(made.ids_NK, E, **how)
-        return combine(dispatch(x, order, K, **how), order, N, **how)
+    def function(logits, valid, bias, x, d_weights, dy):
+        def routed(logits, x):
+            made = route(logits, valid, bias, top_k=K, normalise=True, **rule, **how)
+            order = sort_assignments(made.ids_NK, E, **how)
+            return made.weights_NK, combine(dispatch(x, order, K, **how), order, N, **how)
 
-    valid = struct(N, dtype=jnp.bool_)
-    return function, (struct(N, E, dtype=f32), valid, struct(E, dtype=f32), struct(N, D))
+        return jax.vjp(routed, logits, x)[1]((d_weights, dy))
+
+    valid, x = struct(N, dtype=jnp.bool_), struct(N, D)
+    return function, (struct(N, E, dtype=f32), valid, struct(E, dtype=f32), x, struct(N, K, dtype=f32), x)
 
 
 def of_weighted_swiglu(M: int):

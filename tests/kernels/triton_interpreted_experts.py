@@ -70,7 +70,7 @@ def check_grouped(name: str, tile: Tile, transposed: bool) -> None:
     assert_close(run("triton"), run("reference"), CPU_TOLERANCE)
 
 
-def check_routing(name: str, score: str, grouped: bool, bias: bool) -> None:
+def check_routing(name: str, score: str, grouped: bool, bias: bool, normalise: bool) -> None:
     shape, rng = ROUTED[name], np.random.default_rng(fresh_seed())
     N, E, K = shape.tokens, shape.experts, shape.top_k
     logits = 3 * normal(rng, (N, E), jnp.float32)
@@ -86,9 +86,8 @@ def check_routing(name: str, score: str, grouped: bool, bias: bool) -> None:
         how = HOW | {"implementation": implementation}
 
         def function(logits):
-            made = routing.route(
-                logits, valid, bias_E, top_k=K, score=score, normalise=True, scale=2.0, **groups, **how
-            )
+            rule = {"top_k": K, "score": score, "normalise": normalise, "scale": 2.0} | groups
+            made = routing.route(logits, valid, bias_E, **rule, **how)
             total = jnp.sum(made.weights_NK * d_weights) + jnp.sum(made.scores_NE * d_scores)
             return total, made
 
@@ -109,12 +108,16 @@ def check_routing(name: str, score: str, grouped: bool, bias: bool) -> None:
 
 
 def check_different(score: str, grouped: bool) -> None:
-    """A token's experts are different ones, whatever its logits are."""
+    """A token's experts are different ones, whatever its logits are, and of no number comes none."""
     logits = jnp.tile(jnp.array([[jnp.nan], [-jnp.inf], [jnp.inf]]), (1, 6)).at[:, 2].set(0.0)
     groups = {"groups": 3, "top_groups": 2} if grouped else {}
     how = {"top_k": 4, "score": score, "normalise": True, "implementation": "triton"} | HOW | groups
-    for ids in routing.route(logits, jnp.ones(3, bool), **how).ids_NK.tolist():
+    made = routing.route(logits, jnp.ones(3, bool), **how)
+    for ids in made.ids_NK.tolist():
         assert len({*ids} & {*range(6)}) == 4, ids
+    one = jnp.zeros((1, 6)).at[0, 3].set(jnp.nan)
+    for each in made.weights_NK[:1], routing.route(one, jnp.ones(1, bool), **how).weights_NK:
+        assert jnp.isnan(each).any(), each
 
 
 def check_swiglu(shape: tuple[int, int], own: int | None = None) -> None:
@@ -155,7 +158,8 @@ def main() -> None:
             print("ok grouped", name, tile, transposed, flush=True)
         for index, name in enumerate(ROUTED):
             score, grouped_ = routing.SCORES[index % 3], index % 2 == 1
-            check_routing(name, score, grouped_, not grouped_)
+            for normalise in (True, False):
+                check_routing(name, score, grouped_, not grouped_, normalise)
             print("ok routing", name, score, grouped_, flush=True)
         for score in routing.SCORES:
             check_different(score, False)

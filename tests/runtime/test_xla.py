@@ -5,11 +5,17 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jaxlib import xla_client
 
+from jaxthru.engine.model import Model
+from jaxthru.models.kernels import KernelsConfig
+from jaxthru.models.ops import Ops
 from jaxthru.runtime import xla
 from jaxthru.runtime.errors import InputError
+from jaxthru.runtime.mesh import MeshConfig, make_mesh
+from jaxthru.runtime.sharding import Layout
 
 
 @pytest.mark.parametrize(
@@ -157,6 +163,33 @@ def test_results_of_autotuning_are_read_by_all_and_written_by_the_first(monkeypa
         kept["xla_gpu_experimental_autotune_cache_mode"] = f"AUTOTUNE_CACHE_MODE_{mode}"
         assert options == kept
     assert xla.compiler_options("cpu", devices=1, deterministic=True, autotuned=tmp_path) == {}
+
+
+@pytest.mark.parametrize("given", ["", "--xla_dump_to=/nowhere --xla_a=1", "FILE"])
+def test_no_program_of_a_process_has_xla_s_own_collective_kernels(given, monkeypatch, tmp_path):
+    monkeypatch.setattr(xla, "check_flags", lambda flags: None)
+    if given == "FILE":
+        (tmp_path / "flags").write_text("--xla_a=1\n--xla_b=2\n")
+        monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
+        given = "--xla_a=1 --xla_b=2"
+    else:
+        monkeypatch.setenv("XLA_FLAGS", given)
+    for _ in range(2):  # once, however often it is called
+        xla.configure()
+        assert os.environ["XLA_FLAGS"].split() == [*given.split(), *xla.OWN_FLAGS]
+
+
+def test_an_evaluation_has_the_collectives_of_its_step(monkeypatch):
+    """Kernels that wait for their peers hang beside collectives that run when they like."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    layout = Layout(make_mesh(MeshConfig(), jax.devices()[:2]))
+    for fused in ("none", "fused", "mosaic_gpu"):
+        ops = Ops(layout, jnp.dtype(jnp.bfloat16), collective_matmul_by=fused, copies=fused == "none")
+        how = {"writes_to_peers": KernelsConfig(collective_matmul=fused).writes_to_peers}
+        of_step = xla.compiler_options("gpu", 2, False, copies=ops.copies, **how)
+        found = Model(object(), ops, "none", "unroll").compiler_options
+        assert found == of_step and of_step.items() >= xla.NO_COLLECTIVE_KERNELS.items()
 
 
 def test_the_installed_jaxlib_knows_each_option(tmp_path):

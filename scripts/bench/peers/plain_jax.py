@@ -136,10 +136,8 @@ def main() -> int:
             "skipped": jnp.zeros(()),
         }
 
-    state, compiled = (
-        first_state(),
-        jax.jit(step, donate_argnums=0, compiler_options=xla.for_matmuls(jax.default_backend())),
-    )
+    options = xla.for_matmuls(jax.default_backend())
+    state, compiled = first_state(), jax.jit(step, donate_argnums=0, compiler_options=options)
     batches = harness.causal_batches(rows)
 
     def dispatch():

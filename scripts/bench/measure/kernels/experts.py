@@ -33,7 +33,6 @@ from measure.workload import Pace, Passes, Workload, on
 
 from jaxthru.engine.model import Model
 from jaxthru.models import family, moe
-from jaxthru.models.fan_out import fan_out
 from jaxthru.models.ops import Ops
 from jaxthru.models.stage import module_stage
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
@@ -115,8 +114,7 @@ def around(shape: Layer, ops: Ops) -> Passes:
 
     def everything(params, x, dy):
         def there(params, x):
-            routed_x, x = fan_out(x, 2)
-            made = routed(params, routed_x)
+            made = routed(params, x)
             order = sort_assignments(made.ids_NK, shape.experts, **how)
             return (dispatch(x, order, shape.top_k, **how), dispatch_weights(made.weights_NK, order)), order
 

@@ -139,7 +139,8 @@ def tuned_by_tokamax(tokamax, call, arguments: tuple) -> str | None:
     it could not. It tries the tiles that are the fastest on an H100 in 44 of the 47 entries of its table, in
     all orders that it knows, and what it would take untuned."""
     try:
-        for bound in tokamax.autotuning.get_bound_args(call, *arguments):
+        # Of another function: of this one JAX would keep what it has traced before anything was chosen.
+        for bound in tokamax.autotuning.get_bound_args(lambda *given: call(*given), *arguments):
             tiles = {
                 config
                 for config in bound.autotuning_configs
@@ -206,8 +207,9 @@ def workload(case: Case) -> Workload:
     tokamax, missing = import_tokamax() if gpu else (None, "timed on GPUs alone")
     arguments = into, x, w, dy, multinomial(case.of)
     if tokamax:
-        functions["tokamax"] = of_tokamax(tokamax, case)
-        missing = tuned_by_tokamax(tokamax, functions["tokamax"], arguments)
+        call_it = of_tokamax(tokamax, case)
+        missing = tuned_by_tokamax(tokamax, call_it, arguments)
+        functions |= {"tokamax": call_it} if missing is None else {}
     if gpu and case.float8:
         functions |= in_float8(case)
     flops = 2.0 * case.of.rows * case.of.columns * case.of.results
