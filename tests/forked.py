@@ -39,9 +39,11 @@ class Process:
             self.wait()
         return self.returncode
 
-    def wait(self) -> int:
-        """Returns the exit code once the process has ended."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Returns the exit code once the process has ended. Raises TimeoutError after so many seconds."""
         if self.returncode is None:
+            if not select.select([self._said], [], [], timeout)[0]:
+                raise TimeoutError(f"process {self.pid} has not ended after {timeout} s")
             with self._said:
                 self.returncode = int(self._said.readline())
         return self.returncode
