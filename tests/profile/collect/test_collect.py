@@ -33,7 +33,7 @@ LARGER = {"model__embed": 128, "model__mlp": 512, "data__sequence": 256}
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     # Compiled as a user's runs are: the ledger is of what ran.
-    return make_workplace(tmp_path_factory.mktemp("runs"), xla_flags="")
+    return make_workplace(tmp_path_factory.mktemp("runs"), xla_flags="", forks=True)
 
 
 @pytest.fixture(scope="module")
