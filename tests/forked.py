@@ -1,4 +1,4 @@
-"""Starts `python -m jaxthru.train` without its imports, which take half of a short run: `import forked`.
+"""Starts `python -m jaxthru.train`, or a script, without their imports: those take half of a short run.
 
 For each environment one process makes them, and forks for each run; it has used no device by then. What is
 forked differs in two things: no SIGTERM comes while modules are imported, and Python's seed of hashes is that
@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -80,10 +81,10 @@ class Server:
                 command, env=environment, pass_fds=[theirs.fileno()], stdout=nowhere
             )
 
-    def start(self, arguments: Sequence[str], late: Mapping[str, str]) -> Process:
-        """Starts a run with these arguments of the command, and variables of `LATE`."""
+    def start(self, script: str, arguments: Sequence[str], late: Mapping[str, str]) -> Process:
+        """Starts the command or a script, with arguments and variables of `LATE`."""
         pipes = [os.pipe(), os.pipe()]
-        message = json.dumps([arguments, late]).encode()
+        message = json.dumps([script, arguments, late]).encode()
         socket.send_fds(self._control, [message], [write for _, write in pipes])
         for _, write in pipes:
             os.close(write)
@@ -104,8 +105,8 @@ def close(keep: int = 0) -> None:
         _latest.pop(next(iter(_latest))).close()
 
 
-def start(arguments: Sequence[str], environment: Mapping[str, str]) -> Process:
-    """Starts the command, with arguments and an environment."""
+def start(arguments: Sequence[str], environment: Mapping[str, str], script: str = "") -> Process:
+    """Starts the command, or else a script, with arguments and an environment."""
     late = {name: environment[name] for name in LATE if name in environment}
     shared = {
         name: value for name, value in environment.items() if name not in (*LATE, "PYTEST_CURRENT_TEST")
@@ -114,7 +115,7 @@ def start(arguments: Sequence[str], environment: Mapping[str, str]) -> Process:
     if key not in _latest:
         close(keep=1)
         _latest[key] = Server(shared)
-    return _latest[key].start(arguments, late)
+    return _latest[key].start(script, arguments, late)
 
 
 def serve(control: socket.socket) -> None:
@@ -146,8 +147,8 @@ def serve(control: socket.socket) -> None:
             os.close(descriptor)
 
 
-def become(arguments: list[str], late: dict[str, str], output: int, said: int) -> NoReturn:
-    """Does what `python -m jaxthru.train` does once it has imported."""
+def become(script: str, arguments: list[str], late: dict[str, str], output: int, said: int) -> NoReturn:
+    """Does what `python -m jaxthru.train` or `python -u script` does once it has imported."""
     from jaxthru import train
     from jaxthru.runtime import termination
 
@@ -156,7 +157,12 @@ def become(arguments: list[str], late: dict[str, str], output: int, said: int) -
     os.close(output)
     os.close(said)
     os.environ.update(late)
-    sys.argv = [train.__file__, *arguments]
+    sys.argv = [script or train.__file__, *arguments]
+    if script:
+        sys.path[0] = str(Path(script).parent)
+        sys.stdout.reconfigure(write_through=True)
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
     termination.handle()
     train.start()
 

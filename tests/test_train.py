@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from processes import finish, start_processes
+from processes import finish
 from runs import ROOT, compiled, kill, make_workplace, resumed_from
 
 from jaxthru.config import dump
@@ -249,15 +249,10 @@ def test_a_run_moves_to_tensor_parallelism_and_back(quick):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_losses_of_one(place, whole, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys\nfrom jaxthru.train import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
-    )
-    arguments = place.command("pair", mesh__fsdp=2)[3:]
-    outputs = finish(start_processes(script, *arguments), timeout=300)
+def test_two_processes_give_the_losses_of_one(quick, whole):
+    outputs = finish(quick.start_job("pair", 2, mesh__fsdp=2), timeout=300)
     assert sum("held-out loss" in output for output in outputs) == 1
-    pair, one = place.losses("pair"), place.losses("whole")
+    pair, one = quick.losses("pair"), quick.losses("whole")
     assert pair.keys() == one.keys()
     assert all(pair[step] == pytest.approx(one[step], abs=1e-3) for step in one)
 
