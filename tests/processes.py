@@ -6,25 +6,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
+
 
 def start_processes(
-    script: Path, *arguments: str, count: int = 2, devices: int = 1
-) -> list[subprocess.Popen]:
+    script: Path, *arguments: str, count: int = 2, devices: int = 1, forks: bool = False
+) -> list[subprocess.Popen | forked.Process]:
     """Starts a script in `count` processes that jaxthru.runtime.distributed.initialize() joins.
 
-    devices: CPU devices in each process.
+    devices: CPU devices in each process. forks: of one that has imported all of the command's modules.
     """
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     alone = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    environments = [os.environ | alone | more for more in job(count)]
+    if forks:
+        return [forked.start(arguments, each, str(script)) for each in environments]
     return [
         subprocess.Popen(
             [sys.executable, "-u", str(script), *arguments],
-            env=os.environ | alone | more,
+            env=each,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for more in job(count)
+        for each in environments
     ]
 
 
@@ -39,7 +44,7 @@ def job(count: int) -> list[dict[str, str]]:
     return [said | {"JAX_PROCESS_ID": str(index)} for index in range(count)]
 
 
-def finish(processes: list[subprocess.Popen], timeout: float = 120) -> list[str]:
+def finish(processes: list[subprocess.Popen | forked.Process], timeout: float = 120) -> list[str]:
     """Returns what each process printed. Fails if one fails; leaves none behind."""
     try:
         outputs = [process.communicate(timeout=timeout)[0] for process in processes]

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from runs import Workplace, kill, make_workplace, resumed_from
+from runs import Process, Workplace, kill, make_workplace, resumed_from
 
 pytestmark = pytest.mark.slow(minutes=0.5)
 SOON = 30.0  # seconds from a fault to the end of all processes
@@ -19,7 +19,7 @@ STEPS = 60
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    place = make_workplace(tmp_path_factory.mktemp("runs"))
+    place = make_workplace(tmp_path_factory.mktemp("runs"), forks=True)
     job(place, "whole")
     return place
 
@@ -38,7 +38,7 @@ SETTINGS |= {"optim__schedule": "constant", "optim__warmup_ratio": 0}  # whateve
 ENDLESS = SETTINGS | {"train__steps": 100_000}
 
 
-def ended(processes: list[subprocess.Popen], since: float) -> list[str]:
+def ended(processes: list[Process], since: float) -> list[str]:
     """Returns what processes printed, once all have ended, which is soon."""
     try:
         outputs = [process.communicate(timeout=3 * SOON)[0] for process in processes]
@@ -56,7 +56,7 @@ def said(output: str) -> str:
     return line.removeprefix("jaxthru: ")
 
 
-def killed(place: Workplace, processes: list[subprocess.Popen], victim: int) -> list[str]:
+def killed(place: Workplace, processes: list[Process], victim: int) -> list[str]:
     since = time.monotonic()
     outputs = [kill(processes[victim]), *ended([processes[1 - victim]], since)]
     assert processes[1 - victim].returncode == 160
@@ -64,7 +64,7 @@ def killed(place: Workplace, processes: list[subprocess.Popen], victim: int) -> 
     return outputs[:: 1 - 2 * victim]
 
 
-def stopped(place: Workplace, processes: list[subprocess.Popen], victim: int) -> list[str]:
+def stopped(place: Workplace, processes: list[Process], victim: int) -> list[str]:
     processes[victim].send_signal(signal.SIGSTOP)
     try:
         processes[1 - victim].wait(SOON)
@@ -76,7 +76,7 @@ def stopped(place: Workplace, processes: list[subprocess.Popen], victim: int) ->
     return outputs
 
 
-def robbed_of_its_disk(place: Workplace, processes: list[subprocess.Popen], victim: int) -> list[str]:
+def robbed_of_its_disk(place: Workplace, processes: list[Process], victim: int) -> list[str]:
     """It cannot write its shard of the next save, or the next row of metrics."""
     resource.prlimit(processes[victim].pid, resource.RLIMIT_FSIZE, (4096, 4096))
     while not list((place.folder / "run/checkpoints").glob("*tmp*")) and processes[victim].poll() is None:
@@ -89,7 +89,7 @@ def robbed_of_its_disk(place: Workplace, processes: list[subprocess.Popen], vict
     return outputs
 
 
-def told_to_stop(place: Workplace, processes: list[subprocess.Popen], victim: int) -> list[str]:
+def told_to_stop(place: Workplace, processes: list[Process], victim: int) -> list[str]:
     """That is no fault: both end with the code of a stop, whichever has heard of it."""
     processes[victim].send_signal(signal.SIGTERM)
     outputs = ended(processes, time.monotonic())

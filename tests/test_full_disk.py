@@ -24,7 +24,8 @@ NO_ROOM = "No space left on device"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    place = make_workplace(tmp_path_factory.mktemp("runs"), settings=SETTINGS | {"evaluate.rows": 0})
+    settings = SETTINGS | {"evaluate.rows": 0}
+    place = make_workplace(tmp_path_factory.mktemp("runs"), settings=settings, forks=True)
     place.run("whole", train__steps=12)  # prepares, and compiles
     return place
 

@@ -1,5 +1,6 @@
 """The command, end to end, in processes of its own: training, stopping, killing, resuming, refusing."""
 
+import dataclasses
 import json
 import os
 import random
@@ -11,7 +12,7 @@ import sys
 import time
 
 import pytest
-from processes import finish, start_processes
+from processes import finish
 from runs import ROOT, compiled, kill, make_workplace, resumed_from
 
 from jaxthru.config import dump
@@ -25,6 +26,12 @@ from jaxthru.training.run_directory import EVAL_FIELDS, METRICS_FIELDS, RunDirec
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     return make_workplace(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def quick(place):
+    """The same folder, whose runs begin sooner."""
+    return dataclasses.replace(place, forks=True)
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +139,13 @@ def wait_for_a_save(process, checkpoints) -> bool:
 
 
 @pytest.mark.slow(minutes=2)  # with the tests beside it
-def test_killed_again_and_again(place, whole):
+def test_killed_again_and_again(quick, whole):
     """`scripts/faults.py endings` does so two hundred times."""
     settings = {"train__steps": 80, "checkpoint__every": 2, "model__loop": "unroll"}
-    place.run("long_whole", **settings)
-    in_save = kill_at_random(place, "long", 4, apart=12, **settings)
+    quick.run("long_whole", **settings)
+    in_save = kill_at_random(quick, "long", 4, apart=12, **settings)
     assert in_save >= 1
-    assert place.losses("long") == place.losses("long_whole")
+    assert quick.losses("long") == quick.losses("long_whole")
 
 
 @pytest.mark.parametrize(
@@ -162,8 +169,10 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(place, whole, n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", ["", "preparing data", "kernels: attention uses"])
-def test_sigterm_before_the_steps_ends_it_soon_with_the_code_of_a_stop(place, whole, after):
+def test_sigterm_before_the_steps_ends_it_soon_with_the_code_of_a_stop(place, quick, whole, after):
     """While modules are imported, data is prepared, and the step is compiled or its state made."""
+    if after:
+        place = quick
     store = place.folder / f"stopped_store_{len(after)}"
     process = place.start("stopped_early", data__store=store, train__stopped_exit_code=75 if after else 143)
     time.sleep(0 if after else 0.3)
@@ -179,10 +188,10 @@ def test_sigterm_before_the_steps_ends_it_soon_with_the_code_of_a_stop(place, wh
 
 
 @pytest.mark.slow
-def test_a_second_signal_exits_at_once(place, whole):
+def test_a_second_signal_exits_at_once(quick, whole):
     """Whatever is not saved then is lost: after the first signal alone the run would save."""
-    process = place.start("twice")
-    place.wait_for_step(process, "twice", 6)
+    process = quick.start("twice")
+    quick.wait_for_step(process, "twice", 6)
     process.send_signal(signal.SIGSTOP)  # so that both signals are there when it looks
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)
@@ -191,48 +200,48 @@ def test_a_second_signal_exits_at_once(place, whole):
     assert process.returncode == 143, output  # Python looks at SIGINT, the lower number, first
     assert output.count("stopping after this step; again to exit at once") == 1
     assert "stopped after step" not in output
-    assert all(step % 5 == 0 for step in place.checkpoints("twice")), "it saved where it was stopped"
-    assert place.metrics("twice")[-1]["step"] < 40
-    place.run("twice")
-    assert place.losses("twice") == place.losses("whole")
+    assert all(step % 5 == 0 for step in quick.checkpoints("twice")), "it saved where it was stopped"
+    assert quick.metrics("twice")[-1]["step"] < 40
+    quick.run("twice")
+    assert quick.losses("twice") == quick.losses("whole")
 
 
 @pytest.mark.slow
-def test_batches_and_losses_are_the_same_on_another_mesh(place, whole):
+def test_batches_and_losses_are_the_same_on_another_mesh(quick, whole):
     """Stopped on one device and resumed on four, in two micro-batches."""
-    process = place.start("moved")
-    place.wait_for_step(process, "moved", 12)
+    process = quick.start("moved")
+    quick.wait_for_step(process, "moved", 12)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
-    saved = max(place.checkpoints("moved"))
+    saved = max(quick.checkpoints("moved"))
     elsewhere = {"mesh__fsdp": 2, "mesh__data": 2, "train__microbatches": 2, "remat__policy": "full"}
-    output = place.run("moved", devices=4, **elsewhere)
+    output = quick.run("moved", devices=4, **elsewhere)
     assert resumed_from(output) == saved and "mesh.data (1 → 2)" in output
-    moved, one = place.losses("moved"), place.losses("whole")
+    moved, one = quick.losses("moved"), quick.losses("whole")
     assert all(moved[step] == one[step] for step in range(1, saved + 1))
     assert all(moved[step] == pytest.approx(one[step], abs=1e-3) for step in one)
-    for new, old in zip(place.metrics("moved"), place.metrics("whole"), strict=True):
+    for new, old in zip(quick.metrics("moved"), quick.metrics("whole"), strict=True):
         assert new["tokens"] == old["tokens"]
         for name, loss in old["loss_by_source"].items():  # the same tokens of the same sources
             assert new["loss_by_source"][name] == pytest.approx(loss, abs=2e-3)
 
 
 @pytest.mark.slow
-def test_a_run_moves_to_tensor_parallelism_and_back(place):
+def test_a_run_moves_to_tensor_parallelism_and_back(quick):
     """Ended on one device, resumed on four, two of them along `tensor`, and resumed on one; evaluated at each
     end. The learning rate is one that does not know of the end."""
     settings = {"model__kv_heads": 2, "optim__schedule": "constant", "optim__warmup_ratio": 0}
     settings |= {"checkpoint__every": 6, "evaluate__every": 6}
-    place.run("still", **settings, train__steps=18)
+    quick.run("still", **settings, train__steps=18)
     over_tensor = {"mesh__tensor": 2, "mesh__fsdp": 2}
     for steps, devices, mesh in ((6, 1, {}), (12, 4, over_tensor), (18, 1, {})):
-        output = place.run("there_and_back", devices=devices, train__steps=steps, **settings, **mesh)
+        output = quick.run("there_and_back", devices=devices, train__steps=steps, **settings, **mesh)
         assert resumed_from(output) == steps - 6
-    moved, still = place.losses("there_and_back"), place.losses("still")
+    moved, still = quick.losses("there_and_back"), quick.losses("still")
     assert moved.keys() == still.keys()
     assert all(moved[step] == pytest.approx(still[step], abs=1e-3) for step in still)
     evaluations = [
-        [json.loads(line) for line in (place.folder / run / "eval.jsonl").read_text().splitlines()]
+        [json.loads(line) for line in (quick.folder / run / "eval.jsonl").read_text().splitlines()]
         for run in ("there_and_back", "still")
     ]
     for one, other in zip(*evaluations, strict=True):
@@ -240,15 +249,10 @@ def test_a_run_moves_to_tensor_parallelism_and_back(place):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_losses_of_one(place, whole, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys\nfrom jaxthru.train import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
-    )
-    arguments = place.command("pair", mesh__fsdp=2)[3:]
-    outputs = finish(start_processes(script, *arguments), timeout=300)
+def test_two_processes_give_the_losses_of_one(quick, whole):
+    outputs = finish(quick.start_job("pair", 2, mesh__fsdp=2), timeout=300)
     assert sum("held-out loss" in output for output in outputs) == 1
-    pair, one = place.losses("pair"), place.losses("whole")
+    pair, one = quick.losses("pair"), quick.losses("whole")
     assert pair.keys() == one.keys()
     assert all(pair[step] == pytest.approx(one[step], abs=1e-3) for step in one)
 
@@ -264,69 +268,69 @@ def test_a_longer_run_goes_on_from_the_old_end(place, whole):
 
 
 @pytest.mark.slow
-def test_changed_weights_change_only_later_steps(place, whole):
-    process = place.start("reweighed")
-    place.wait_for_step(process, "reweighed", 12)
+def test_changed_weights_change_only_later_steps(quick, whole):
+    process = quick.start("reweighed")
+    quick.wait_for_step(process, "reweighed", 12)
     kill(process)
-    mix = place.folder / "mix.toml"
+    mix = quick.folder / "mix.toml"
     text = mix.read_text()
     try:
         mix.write_text(text.replace("0.7", "[[0, 0.1], [30, 0.2]]").replace("0.3", "0.9"))
-        output = place.run("reweighed")
+        output = quick.run("reweighed")
     finally:
         mix.write_text(text)
     resumed = resumed_from(output)
     assert "the mix is now" in output
-    new, old = place.losses("reweighed"), place.losses("whole")
+    new, old = quick.losses("reweighed"), quick.losses("whole")
     assert all(new[step] == old[step] for step in range(1, resumed + 1))
     assert any(new[step] != old[step] for step in range(resumed + 1, 41))
 
 
 @pytest.mark.slow
-def test_a_run_ends_where_a_source_is_to_end_it(place, whole):
-    mix = place.folder / "ending.toml"
+def test_a_run_ends_where_a_source_is_to_end_it(quick, whole):
+    mix = quick.folder / "ending.toml"
     capped = 'weight = 0.7\nmax_tokens = 4000\nexhausted = "stop"\n'
-    mix.write_text((place.folder / "mix.toml").read_text().replace("weight = 0.7\n", capped))
-    output = place.run("ending", data__mix=mix)
-    end = len(place.metrics("ending"))
-    assert 10 < end < 14 and place.checkpoints("ending")[-1] == end
+    mix.write_text((quick.folder / "mix.toml").read_text().replace("weight = 0.7\n", capped))
+    output = quick.run("ending", data__mix=mix)
+    end = len(quick.metrics("ending"))
+    assert 10 < end < 14 and quick.checkpoints("ending")[-1] == end
     assert f"source python_stdlib is exhausted after step {end} of 40: the run ends there" in output
-    assert resumed_from(place.run("ending", data__mix=mix)) == end
-    mix.write_text((place.folder / "mix.toml").read_text())
-    place.run("ending", data__mix=mix)
-    assert len(place.losses("ending")) == 40
+    assert resumed_from(quick.run("ending", data__mix=mix)) == end
+    mix.write_text((quick.folder / "mix.toml").read_text())
+    quick.run("ending", data__mix=mix)
+    assert len(quick.losses("ending")) == 40
 
 
 @pytest.mark.slow
-def test_a_run_whose_text_has_changed_goes_on_with_the_stores_it_began_with(place, whole):
-    process = place.start("edited")
-    place.wait_for_step(process, "edited", 12)
+def test_a_run_whose_text_has_changed_goes_on_with_the_stores_it_began_with(quick, whole):
+    process = quick.start("edited")
+    quick.wait_for_step(process, "edited", 12)
     kill(process)
-    mix = place.folder / "mix.toml"
+    mix = quick.folder / "mix.toml"
     text = mix.read_text()
     try:
         mix.write_text(text.replace("100_000", "90_000"))
-        output = place.run("edited")
+        output = quick.run("edited")
     finally:
         mix.write_text(text)
     assert resumed_from(output) > 0 and "changed since the run was started: prose;" in output
-    assert place.losses("edited") == place.losses("whole")
+    assert quick.losses("edited") == quick.losses("whole")
 
 
 @pytest.mark.slow
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(place, whole):
-    process = place.start("damaged", checkpoint__keep=3)
-    place.wait_for_step(process, "damaged", 22)
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(quick, whole):
+    process = quick.start("damaged", checkpoint__keep=3)
+    quick.wait_for_step(process, "damaged", 22)
     kill(process)
-    *_, before, newest = place.checkpoints("damaged")
-    files = [p for p in (place.folder / "damaged" / "checkpoints" / str(newest)).rglob("*") if p.is_file()]
+    *_, before, newest = quick.checkpoints("damaged")
+    files = [p for p in (quick.folder / "damaged" / "checkpoints" / str(newest)).rglob("*") if p.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
     with largest.open("r+b") as file:
         file.truncate(largest.stat().st_size // 2)
-    output = place.run("damaged", checkpoint__keep=3)
+    output = quick.run("damaged", checkpoint__keep=3)
     assert resumed_from(output) == before
     assert f"checkpoint {newest}" in output and "damaged" in output
-    assert place.losses("damaged") == place.losses("whole")
+    assert quick.losses("damaged") == quick.losses("whole")
 
 
 def test_a_trace_is_taken_and_where_so_told_nothing_saved(place, whole):
@@ -343,15 +347,15 @@ def test_a_trace_is_taken_and_where_so_told_nothing_saved(place, whole):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_saves_its_state_before_it_reports(place, whole):
+def test_a_stopped_run_saves_its_state_before_it_reports(quick, whole):
     """Whoever stops it may not wait for the report."""
-    process = place.start("stopped_traced", profile__at=3, profile__steps=30, checkpoint__every=0)
-    place.wait_for_step(process, "stopped_traced", 7)
+    process = quick.start("stopped_traced", profile__at=3, profile__steps=30, checkpoint__every=0)
+    quick.wait_for_step(process, "stopped_traced", 7)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 143, output
     assert 0 < output.index("the state is saved") < output.index("part of the step")
-    assert place.checkpoints("stopped_traced") == [place.metrics("stopped_traced")[-1]["step"]]
+    assert quick.checkpoints("stopped_traced") == [quick.metrics("stopped_traced")[-1]["step"]]
 
 
 def refuse(capsys, place, run_dir: str, *arguments: str, **settings) -> str:
@@ -472,15 +476,15 @@ def test_two_jobs_do_not_train_in_one_directory(place, whole, capsys):
 
 
 @pytest.mark.slow
-def test_one_document_and_nothing_held_out(place, tmp_path):
+def test_one_document_and_nothing_held_out(quick, tmp_path):
     (tmp_path / "only.txt").write_text("To be, or not to be. " * 200)
     (tmp_path / "mix.toml").write_text(
         "held_out = 0\n[tokenizer]\nvocabulary = 270\n"
         '[sources.local_text]\npaths = ["only.txt"]\nweight = 1\n'
     )
     settings = {"data__mix": tmp_path / "mix.toml", "train__steps": 3, "checkpoint__every": 0}
-    output = place.run("alone", **settings)
-    assert "no text is held out" in output and len(place.metrics("alone")) == 3
+    output = quick.run("alone", **settings)
+    assert "no text is held out" in output and len(quick.metrics("alone")) == 3
 
 
 def test_endless_nans_end_the_run_with_a_clear_message(place, whole):

@@ -12,7 +12,7 @@ LAYERED = {"model__loop": "unroll", "remat__policy": "attention", "train__steps"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return make_workplace(tmp_path_factory.mktemp("runs"))
+    return make_workplace(tmp_path_factory.mktemp("runs"), forks=True)
 
 
 @pytest.mark.slow(minutes=0.4)

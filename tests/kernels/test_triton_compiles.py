@@ -3,12 +3,14 @@
 JAX lowers them only where one is. So what it would pass to jax-triton is caught, and given to Triton itself.
 """
 
+import contextlib
 import importlib
+import io
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +67,7 @@ def calls(operation: str, function, arguments, monkeypatch) -> list[tuple]:
 SHARED = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10}
 """Bytes of shared memory that a block may have, by NVIDIA's CUDA programming guide."""
 OWN_TILES = ("attention", "grouped_matmul")
-"""Operations whose tiles depend on it. Of others sm_86 gets the code of sm_80, and has less for it."""
+"""Operations whose tiles depend on it. Of others sm_86 gets the tiles of sm_80, and has less for them."""
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +79,28 @@ def compiled_already(tmp_path_factory):
 def compiled_once(compiled_already, monkeypatch):
     """What cases have in common; and not the user's own folder, which may have it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(compiled_already))
+    monkeypatch.setattr("triton.knobs.runtime.add_stages_inspection_hook", keep_what_ptxas_says)
+    monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
 
 
-def compile_for(case: str, target: str, kernel, arrays, constants, aligned: bool = False) -> str:
-    """Returns the assembly of a kernel. aligned: arrays begin at multiples of 16 bytes, as those of JAX
-    do by jax-triton."""
+def keep_what_ptxas_says(backend, stages: dict, options, language, capability) -> None:
+    """Triton prints it and forgets it. With the metadata it is kept in its cache as well, and the assembler,
+    which takes seconds, need not run again to be asked."""
+    if (assemble := stages.get("cubin")) is None:
+        return
+
+    def and_keep(ptx: str, metadata: dict[str, Any]) -> bytes:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            binary = assemble(ptx, metadata)
+        metadata["ptxas"] = said.getvalue()
+        return binary
+
+    stages["cubin"] = and_keep
+
+
+def compile_for(case: str, target: str, kernel, arrays, constants):
+    """Returns a kernel as Triton compiles it, and its assembly. Arrays begin at multiples of 16 bytes: so
+    jax-triton says of all that JAX has."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -96,17 +115,17 @@ def compile_for(case: str, target: str, kernel, arrays, constants, aligned: bool
     signature |= dict.fromkeys(constants, "constexpr")
     signature = {name: signature[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    pointers = [name for name in names if aligned and signature[name].startswith("*")]
+    pointers = [name for name in names if signature[name].startswith("*")]
     known = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, places, known), target=GPUTarget(*TARGETS[target]), options=options
-    )
+    # Triton's PTX for sm_86 is that for sm_80: with the same tiles it is compiled already.
+    code_of = GPUTarget(*TARGETS["sm_80" if target == "sm_86" else target])
+    compiled = triton.compile(ASTSource(kernel, signature, places, known), target=code_of, options=options)
     if target in SHARED:
         own = case.split()[0] in OWN_TILES or target != "sm_80"
         assert compiled.metadata.shared <= SHARED[target if own else "sm_86"]
     text = compiled.asm["amdgcn" if target.startswith("gfx") else "ptx"]
     assert kernel.__name__ in text and "multimem" not in text
-    return text
+    return compiled, text
 
 
 def struct(*shape, dtype=bf16) -> jax.ShapeDtypeStruct:
@@ -251,30 +270,23 @@ def test_kernels_compile(case, target, monkeypatch):
         compile_for(case, target, kernel, arrays, constants)
 
 
-def resources(ptx: str, target: str, folder: Path) -> tuple[int, int]:
+def resources(compiled) -> tuple[int, int]:
     """Returns the registers of a thread, and the bytes of them that go to memory and back."""
-    import triton
-
-    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    (folder / "kernel.ptx").write_text(ptx)
-    architecture = target + "a" * (target == "sm_90")
-    command = [assembler, "-v", f"--gpu-name={architecture}", "-o", "/dev/null", folder / "kernel.ptx"]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    (registers,) = re.findall(r"Used (\d+) registers", said)
-    return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+    (registers,) = re.findall(r"Used (\d+) registers", compiled.metadata.ptxas)
+    return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", compiled.metadata.ptxas)))
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("case", EXPERTS)
-def test_experts_kernels_do_not_spill(case, target, monkeypatch, tmp_path):
+def test_experts_kernels_do_not_spill(case, target, monkeypatch):
     """Products are of matrix units, whose operands are loaded ahead."""
     capability = tuple(divmod(TARGETS[target][1], 10))
     monkeypatch.setattr(
         "pallas_kernels.grouped_matmul.triton.tile_of", lambda problem: choose(problem, None, capability)
     )
     for kernel, arrays, constants in calls(case.split()[0], *CASES[case], monkeypatch):
-        text = compile_for(case, target, kernel, arrays, constants, aligned=True)
-        registers, spilled = resources(text, target, tmp_path)
+        compiled, text = compile_for(case, target, kernel, arrays, constants)
+        registers, spilled = resources(compiled)
         print(f"{case} {target} {kernel.__name__}: {registers} registers, {spilled} bytes spilled")
         assert not spilled
         if "grouped" in kernel.__name__:
@@ -283,11 +295,11 @@ def test_experts_kernels_do_not_spill(case, target, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("case", NORMS)
-def test_the_norm_keeps_its_rows_in_registers(case, target, monkeypatch, tmp_path):
+def test_the_norm_keeps_its_rows_in_registers(case, target, monkeypatch):
     """Without spilling. Loads and stores are of 16 bytes; the backward pass loads ahead of its work."""
     for kernel, arrays, constants in calls("rms_norm", *NORMS[case], monkeypatch):
-        text = compile_for(case, target, kernel, arrays, constants, aligned=True)
-        registers, spilled = resources(text, target, tmp_path)
+        compiled, text = compile_for(case, target, kernel, arrays, constants)
+        registers, spilled = resources(compiled)
         print(f"{case} {target} {kernel.__name__}: {registers} registers, {spilled} bytes spilled")
         assert not spilled and registers * 32 * constants["num_warps"] <= 65_536
         wide = "cp.async.cg.shared.global" if "backward" in kernel.__name__ else r"ld.global\S*.v4.b32"

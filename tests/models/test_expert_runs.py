@@ -23,7 +23,8 @@ COUNTED = ("expert_load_max", "expert_entropy", "balance_loss")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    made = make_workplace(tmp_path_factory.mktemp("experts"), settings=SETTINGS | MIXTURE)
+    settings = SETTINGS | MIXTURE
+    made = make_workplace(tmp_path_factory.mktemp("experts"), settings=settings, forks=True)
     for way, settings in WAYS.items():
         made.run(way, **settings)
     return made

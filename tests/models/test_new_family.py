@@ -52,7 +52,7 @@ def place(tmp_path_factory):
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         small = {f"model.{name}": size for name, size in SMALL.items()}
         settings = {"model.family": FAMILY, **small, **OF_ALL}
-        yield make_workplace(tmp_path_factory.mktemp("runs"), settings=settings)
+        yield make_workplace(tmp_path_factory.mktemp("runs"), settings=settings, forks=True)
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ class Runs:
         arguments = self.place.command(name, **settings)[3:]
         self.place._inode_before[name] = inode(self.folder / name / "metrics.jsonl")
         records = str(self.folder / f"records-{name}-{count}")
-        return start_processes(RECORDED, records, *arguments, count=count)
+        return start_processes(RECORDED, records, *arguments, count=count, forks=True)
 
     def rows(self, name: str, count: int) -> dict[int, dict[str, int]]:
         """Returns {step: {row: checksum}}, of the rows that devices were given before the end."""

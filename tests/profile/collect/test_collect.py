@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from processes import finish, start_processes
+from processes import finish
 from runs import make_workplace
 
 from jaxthru.profile.account import ledger
@@ -33,7 +33,13 @@ LARGER = {"model__embed": 128, "model__mlp": 512, "data__sequence": 256}
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     # Compiled as a user's runs are: the ledger is of what ran.
-    return make_workplace(tmp_path_factory.mktemp("runs"), xla_flags="")
+    return make_workplace(tmp_path_factory.mktemp("runs"), xla_flags="", forks=True)
+
+
+@pytest.fixture
+def quickly_compiled(place):
+    """The same folder, where no time is compared."""
+    return dataclasses.replace(place, xla_flags=os.environ["XLA_FLAGS"])
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +141,8 @@ def test_profiling_changes_no_loss(place, run):
 
 
 @pytest.mark.slow(minutes=0.4)
-def test_several_devices(place):
+def test_several_devices(quickly_compiled):
+    place = quickly_compiled
     place.run("split", devices=4, mesh__fsdp=2, mesh__tensor=1, mesh__data=2, **PROFILED)
     found = ledger.read(place.folder / "split" / "profile" / str(AT) / "ledger.json")
     assert [device.device for device in found.devices] == ["0", "1", "2", "3"]
@@ -148,7 +155,8 @@ def test_several_devices(place):
 
 
 @pytest.mark.slow(minutes=0.3)
-def test_a_layered_step(place):
+def test_a_layered_step(quickly_compiled):
+    place = quickly_compiled
     layered = {"model__loop": "unroll", "remat__policy": "attention", "offload__level": "optimizer"}
     place.run("layered", **PROFILED, **layered)
     found = ledger.read(place.folder / "layered" / "profile" / str(AT) / "ledger.json")
@@ -176,10 +184,9 @@ def test_planted_causes_have_their_line(place, tmp_path, cause, line):
 
 
 @pytest.mark.slow(minutes=0.3)
-def test_two_processes_have_one_ledger(place, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("import sys\nfrom jaxthru.train import main\nsys.exit(main())\n")
-    finish(start_processes(script, *place.command("pair", mesh__fsdp=2, **PROFILED)[3:]), timeout=300)
+def test_two_processes_have_one_ledger(quickly_compiled):
+    place = quickly_compiled
+    finish(place.start_job("pair", 2, mesh__fsdp=2, **PROFILED), timeout=300)
     found = ledger.read(place.folder / "pair" / "profile" / str(AT) / "ledger.json")
     assert [device.device for device in found.devices] == ["0/0", "1/0"] and found.run.processes == 2
     # On one clock: whoever is late, nobody begins a step before all have begun the one before, whose weights
@@ -192,9 +199,9 @@ def test_two_processes_have_one_ledger(place, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_with_the_last_step_profiled(place):
-    as_tests = dataclasses.replace(place, xla_flags=os.environ["XLA_FLAGS"])  # no time is compared here
-    as_tests.run("short", **PROFILED | {"profile__at": 4, "profile__steps": 3, "train__steps": 6})
+def test_a_run_that_ends_with_the_last_step_profiled(quickly_compiled):
+    place = quickly_compiled
+    place.run("short", **PROFILED | {"profile__at": 4, "profile__steps": 3, "train__steps": 6})
     found = build(place.folder / "short" / "profile" / "4")
     assert [step.step for step in found.devices[0].steps] == [4, 5, 6]
 
