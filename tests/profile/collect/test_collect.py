@@ -141,8 +141,7 @@ def test_profiling_changes_no_loss(place, run):
 
 
 @pytest.mark.slow(minutes=0.4)
-def test_several_devices(quickly_compiled):
-    place = quickly_compiled
+def test_several_devices(place):
     place.run("split", devices=4, mesh__fsdp=2, mesh__tensor=1, mesh__data=2, **PROFILED)
     found = ledger.read(place.folder / "split" / "profile" / str(AT) / "ledger.json")
     assert [device.device for device in found.devices] == ["0", "1", "2", "3"]
@@ -155,8 +154,7 @@ def test_several_devices(quickly_compiled):
 
 
 @pytest.mark.slow(minutes=0.3)
-def test_a_layered_step(quickly_compiled):
-    place = quickly_compiled
+def test_a_layered_step(place):
     layered = {"model__loop": "unroll", "remat__policy": "attention", "offload__level": "optimizer"}
     place.run("layered", **PROFILED, **layered)
     found = ledger.read(place.folder / "layered" / "profile" / str(AT) / "ledger.json")
