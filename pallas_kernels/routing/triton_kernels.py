@@ -38,12 +38,8 @@ def route(
     logits [N, E]; valid [N] int8; bias [E]; ids, weights [N, K]. SIGMOID, or a softmax; OF_CHOSEN:
     the choice is among logits, and weights are the softmax of those chosen.
     """
-    token_N = tl.program_id(0) * BN + tl.arange(0, BN)
-    valid_N = tl.load(valid + token_N, mask=token_N < tokens, other=0) != 0
+    token_N, exists_N, valid_N, _, _, logit_NE = block(logits, valid, tokens, E, BN, BE)
     expert_E = tl.arange(0, BE)
-    exists_NE = (token_N < tokens)[:, None] & (expert_E < E)[None, :]
-    at_NE = token_N.to(tl.int64)[:, None] * E + expert_E[None, :]
-    logit_NE = tl.load(logits + at_NE, mask=exists_NE & valid_N[:, None], other=0.0)
     inside_NE = tl.where((expert_E < E)[None, :], logit_NE, LOWEST)
     most_N, total_N = of_softmax(inside_NE)
     score_NE = scores(inside_NE, most_N, total_N, SIGMOID)
@@ -64,7 +60,7 @@ def route(
         choice_NE = tl.where(expert_E[None, :] == id_N[:, None], LOWEST, choice_NE)
         id_NK = tl.where((place_K == k)[None, :], id_N[:, None], id_NK)
     exists_K = (place_K < K)[None, :]
-    exists_NK = (token_N < tokens)[:, None] & exists_K
+    exists_NK = exists_N[:, None] & exists_K
     chosen_NK = token_N.to(tl.int64)[:, None] * E + id_NK
     logit_NK = tl.load(logits + chosen_NK, mask=exists_NK & valid_N[:, None], other=0.0)
     if OF_CHOSEN:
@@ -98,13 +94,8 @@ def route_back(
 
     logits, d_logits [N, E]; valid [N] int8; ids, d_weights [N, K]; the rest as for `route`.
     """
-    token_N = tl.program_id(0) * BN + tl.arange(0, BN)
-    exists_N = token_N < tokens
-    valid_N = tl.load(valid + token_N, mask=exists_N, other=0) != 0
+    token_N, exists_N, valid_N, at_NE, exists_NE, logit_NE = block(logits, valid, tokens, E, BN, BE)
     expert_E = tl.arange(0, BE)
-    exists_NE = exists_N[:, None] & (expert_E < E)[None, :]
-    at_NE = token_N.to(tl.int64)[:, None] * E + expert_E[None, :]
-    logit_NE = tl.load(logits + at_NE, mask=exists_NE & valid_N[:, None], other=0.0)
 
     chosen_NE = tl.zeros((BN, BE), tl.int1)
     d_score_NE = tl.zeros((BN, BE), tl.float32)
@@ -131,6 +122,20 @@ def route_back(
     else:
         d_logit_NE = score_NE * (d_score_NE - tl.sum(score_NE * d_score_NE, axis=1)[:, None])
     tl.store(d_logits + at_NE, tl.where(valid_N[:, None], d_logit_NE, 0.0), mask=exists_NE)
+
+
+@triton.jit
+def block(logits, valid, tokens, E: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr):
+    """Returns a program's tokens, which of them exist and which are valid; where their logits are, which
+    exist, and they, 0 where a token is not valid."""
+    token_N = tl.program_id(0) * BN + tl.arange(0, BN)
+    exists_N = token_N < tokens
+    valid_N = tl.load(valid + token_N, mask=exists_N, other=0) != 0
+    expert_E = tl.arange(0, BE)
+    exists_NE = exists_N[:, None] & (expert_E < E)[None, :]
+    at_NE = token_N.to(tl.int64)[:, None] * E + expert_E[None, :]
+    logit_NE = tl.load(logits + at_NE, mask=exists_NE & valid_N[:, None], other=0.0)
+    return token_N, exists_N, valid_N, at_NE, exists_NE, logit_NE
 
 
 @triton.jit
