@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -207,7 +206,6 @@ def compile_step(
     check_objective(config, data.units)
     asked, segments, sources = asked or config, data.segments, len(data.names)
     config, reasons = _settled(config, asked, layout, data)
-    options = _compiler_options(config, layout, autotuned)
     anew = xla.nothing_kept(autotuned is not None)
     room = choices.room_here(config) if choices.open_keys(config) else None
     search = Search(config, layout, room, segments)
@@ -223,6 +221,7 @@ def compile_step(
             beside.start(made)
             try:
                 with dispatch.noted() as kernels:
+                    options = made.step.model.compiler_options(config.train.deterministic, autotuned)
                     found = anew(confirmed.compile_candidate)(config, candidate, made, options, room)
             except Unsupported as refusal:
                 raise InputError(f"{setting_behind(config, refusal)}: {refusal}") from refusal
@@ -244,6 +243,7 @@ def compile_step(
     made, chosen = found.made, found.config
     devices = list(layout.mesh.devices.flat)
     decisions = choices.made(asked, chosen, found.reason, devices, reasons)
+    options = made.step.model.compiler_options(config.train.deterministic, autotuned)
     recompile = lambda more: anew(made.compile)(options | more)  # noqa: E731
     return Build(
         chosen,
@@ -258,17 +258,6 @@ def compile_step(
         samples_of(chosen, made.step.objective.model, data),
         decisions,
         beside.first_state(made),
-    )
-
-
-def _compiler_options(config: RunConfig, layout: Layout, autotuned: Path | None) -> dict[str, Any]:
-    return xla.compiler_options(
-        jax.default_backend(),
-        layout.mesh.size,
-        config.train.deterministic,
-        writes_to_peers=config.kernels.writes_to_peers,
-        copies=config.mesh.copies,
-        autotuned=autotuned,
     )
 
 

@@ -283,7 +283,7 @@ def loss_terms(objective: Objective) -> jax.stages.Wrapped:
     def terms(params: Tree, batch: Batch, weight: jax.Array) -> Terms:
         return loss(objective, params, batch, weight)[1]
 
-    return jax.jit(terms, compiler_options=objective.model.compiler_options)
+    return jax.jit(terms, compiler_options=objective.model.compiler_options())
 
 
 class CompiledStep:

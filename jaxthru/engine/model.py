@@ -8,6 +8,7 @@ Shapes: B rows, T tokens, N = B·T, D embed.
 """
 
 import dataclasses
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -65,16 +66,16 @@ class Model:
         stages = self.chain.embedding, *self.chain.layers, self.chain.head
         return sum(by_kind(stages, lambda stage: sum(leaf.size for leaf in jax.tree.leaves(stage.shapes))))
 
-    @property
-    def compiler_options(self) -> dict[str, Any]:
-        """The options for compiling what is no step, as an evaluation: for collectives and kernels those that
-        a step of it has."""
+    def compiler_options(self, deterministic: bool = False, autotuned: Path | None = None) -> dict[str, Any]:
+        """Returns the options for compiling its programs, a step and an evaluation alike: see
+        `xla.compiler_options`."""
         return xla.compiler_options(
             jax.default_backend(),
             self.ops.layout.mesh.size,
-            deterministic=False,
+            deterministic,
             writes_to_peers=self.ops.collective_matmul_by in WRITES_TO_PEERS,
             copies=self.ops.copies,
+            autotuned=autotuned,
         )
 
     def init(self, key: jax.Array) -> Tree:

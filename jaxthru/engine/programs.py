@@ -183,7 +183,7 @@ class Programs:
     def evaluation(self) -> tuple[FirstAlone, list[FirstAlone], FirstAlone]:
         """Returns `eval_embed`, `eval_block` of each kind of block, and `eval_head`, each compiled at its
         first use."""
-        jit = functools.partial(jax.jit, compiler_options=self.model.compiler_options)
+        jit = functools.partial(jax.jit, compiler_options=self.model.compiler_options())
         kinds = distinct(self.model.chain.layers)
         blocks = [FirstAlone(jit(functools.partial(self.eval_block, stage=stage))) for stage in kinds]
         return FirstAlone(jit(self.eval_embed)), blocks, FirstAlone(jit(self.eval_head))

@@ -37,7 +37,8 @@ NO_COLLECTIVE_KERNELS = {"xla_gpu_experimental_use_collective_kernels": ""}
 """XLA's own kernels for small sums over GPUs are on by default; NCCL makes them here, as all others."""
 
 OWN_FLAGS = tuple(f"--{name}={value}" for name, value in NO_COLLECTIVE_KERNELS.items())
-"""What `configure` adds to XLA_FLAGS: for all programs of a process, a notebook's and a sampler's too."""
+"""What `configure` adds to XLA_FLAGS: for all programs of a process, a notebook's and a sampler's too. Steps
+and evaluations are compiled with it besides: XLA reads its flags once, and may have done so before."""
 
 MEMORY_FRACTION = 0.96
 """A training job owns its GPU; JAX's default leaves a quarter of the memory unused. What is left here, 5.6

@@ -188,7 +188,7 @@ def test_an_evaluation_has_the_collectives_of_its_step(monkeypatch):
         ops = Ops(layout, jnp.dtype(jnp.bfloat16), collective_matmul_by=fused, copies=fused == "none")
         how = {"writes_to_peers": KernelsConfig(collective_matmul=fused).writes_to_peers}
         of_step = xla.compiler_options("gpu", 2, False, copies=ops.copies, **how)
-        found = Model(object(), ops, "none", "unroll").compiler_options
+        found = Model(object(), ops, "none", "unroll").compiler_options()
         assert found == of_step and of_step.items() >= xla.NO_COLLECTIVE_KERNELS.items()
 
 

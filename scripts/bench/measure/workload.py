@@ -81,10 +81,11 @@ RENAMED = {"out_shape": "out_type", "scratch_shapes": "scratch_types"}
 """Arguments of Pallas' kernels for Mosaic GPU: {as tokamax 0.0.12 has them: in JAX 0.11.2}."""
 
 
+@functools.cache
 def import_tokamax() -> tuple[Any, str | None]:
     """Returns tokamax, or the reason why it cannot be imported."""
-    if "xprof" not in sys.modules and importlib.util.find_spec("xprof") is None:
-        # Its own benchmarks want that, nothing here does. A second call finds it among the modules.
+    if importlib.util.find_spec("xprof") is None:
+        # Its own benchmarks want that, nothing here does.
         for name in ("xprof", "xprof.cli", "xprof.cli.tools"):
             sys.modules[name] = types.ModuleType(name)
         sys.modules["xprof.cli.tools"].get_kernel_stats_tool = None
@@ -93,8 +94,7 @@ def import_tokamax() -> tuple[Any, str | None]:
         # Or it would take this program's arguments for flags of its own.
         importlib.import_module("absl.flags").FLAGS.mark_as_parsed()
         pallas = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
-        if not hasattr(pallas.kernel, "__wrapped__"):
-            pallas.kernel = by_old_names(pallas.kernel)
+        pallas.kernel = by_old_names(pallas.kernel)
         return tokamax, None
     except Exception as error:  # whatever it raises beside a JAX that it does not know
         return None, repr(error)[:300]

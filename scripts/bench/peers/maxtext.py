@@ -30,8 +30,6 @@ from typing import Any
 
 import harness
 
-from jaxthru.runtime import xla
-
 # Imported by MaxText, and called by no training step of these models.
 STAND_INS = ("pathwaysutils", "aqt", "qwix", "tokamax", "drjax", "PIL", "tiktoken", "sentencepiece", "sympy")
 STAND_INS += ("tensorboardX",)
@@ -169,6 +167,8 @@ class Program:
         from flax.core.spmd import logical_axis_rules
         from maxtext.trainers.pre_train.train import train_step
         from maxtext.utils import maxtext_utils, sharding, train_utils
+
+        from jaxthru.runtime import xla
 
         with jax.set_mesh(self.mesh), logical_axis_rules(self.config.logical_axis_rules):
             abstract, _, shardings = maxtext_utils.get_abstract_state(
