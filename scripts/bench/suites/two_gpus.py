@@ -225,7 +225,7 @@ class Skewed(Experts):
 class Predicted(Row):
     """What `plan network` and `plan limits` say of the rows before they run: no GPU, and minutes of a CPU."""
 
-    seconds: float = 540.0
+    seconds: float = 300.0
     gpus: int = 1
     named: bool = True
     products, reads, small = (), False, ""
@@ -238,7 +238,8 @@ class Predicted(Row):
         sets = itertools.chain(*(("--set", word) for word in settings.split()))
         words = [command, "--config", config, *sets, "--fabric", FABRIC, "--json", *" ".join(more).split()]
         said = shlex.join([sys.executable, "-m", "jaxthru.plan", *words])
-        return ["env", "JAX_PLATFORMS=cpu", "bash", "-c", f"set -o pipefail; {said} | tr -d '\\n'"]
+        kept = shlex.join([sys.executable, "-c", WITHOUT_COLLECTIVES])
+        return ["env", "JAX_PLATFORMS=cpu", "bash", "-c", f"set -o pipefail; {said} | {kept}"]
 
     def check(self, setup):
         """Each block has settings of its own."""
@@ -263,6 +264,9 @@ PREDICTED = {
     "experts_whole": ("network", "qwen3_30b_a3b", WHOLE, f"{ON} 32"),
 }
 """{row: of `plan`, the command, the configuration, its settings, and options} of what is predicted of it."""
+WITHOUT_COLLECTIVES = (
+    "import json, sys; said = json.load(sys.stdin); said.pop('collectives', 0); print(json.dumps(said))"
+)
 ALONE = "alone@alone=mesh.fsdp=1"
 DEFAULT = tuple(f"fsdp{side}={FSDP}" for side in ("@old", ""))
 OF_ONE = Bar("of_one", 0.97, "{:.3g} × single GPUs at work at the same time, by default settings")
