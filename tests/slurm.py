@@ -15,6 +15,7 @@ from pathlib import Path
 NODES = ("n0", "n1")
 CONFIGURATION = """
 ClusterName=tests
+FirstJobId={controller}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller}
 AuthType=auth/none

@@ -66,15 +66,19 @@ class Model:
         stages = self.chain.embedding, *self.chain.layers, self.chain.head
         return sum(by_kind(stages, lambda stage: sum(leaf.size for leaf in jax.tree.leaves(stage.shapes))))
 
-    def compiler_options(self, deterministic: bool = False, autotuned: Path | None = None) -> dict[str, Any]:
+    def compiler_options(
+        self, deterministic: bool = False, autotuned: Path | None = None, platform: str = ""
+    ) -> dict[str, Any]:
         """Returns the options for compiling its programs, a step and an evaluation alike: see
-        `xla.compiler_options`."""
+        `xla.compiler_options`. platform: by default what this process runs on."""
+        layout = self.ops.layout
         return xla.compiler_options(
-            jax.default_backend(),
-            self.ops.layout.mesh.size,
+            platform or jax.default_backend(),
+            layout.mesh.size,
             deterministic,
             writes_to_peers=self.ops.collective_matmul_by in WRITES_TO_PEERS,
             copies=self.ops.copies,
+            experts="expert" in layout.live_axes,
             autotuned=autotuned,
         )
 

@@ -122,12 +122,16 @@ def _of_shard(ops: Ops, axes: tuple[Axes, Axes], x_nD, ids_nK, weights_nK, gate_
             y_GD, x_GD = _together(y_GD, x_GD)
             if trained:
                 x_GD, gate_up, down = _together(x_GD, gate_up, down)
-            made_nD.append(_scattered(y_GD, over))
+            made_nD.append(_scattered(y_GD, over, made_nD))
         y_GD = multiplied(x_GD, weights_GK, _order(ops, ids_GK, own), gate_up, down)
-    return jnp.concatenate([*made_nD, _scattered(y_GD, over)])
+    return jnp.concatenate([*made_nD, _scattered(y_GD, over, made_nD)])
 
 
-def _scattered(y_GD: jax.Array, over: tuple[str, ...]) -> jax.Array:
+def _scattered(y_GD: jax.Array, over: tuple[str, ...], before: list[jax.Array]) -> jax.Array:
+    """Returns a part's sums of this device's tokens. They wait for those of the part before, or XLA may put
+    these off until nothing is left to run beside them."""
+    if before:
+        y_GD, _ = jax.lax.optimization_barrier((y_GD, jax.lax.stop_gradient(before[-1])))
     with jax.named_scope(COMBINE):
         return jax.lax.psum_scatter(y_GD, over, tiled=True)
 

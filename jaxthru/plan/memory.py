@@ -1,6 +1,7 @@
 """`plan memory`: the memory that a configuration needs on a GPU, by compiling its step without that GPU."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import rich.box
@@ -42,7 +43,7 @@ def resident(
 ) -> MemoryPlan:
     """Returns the memory of the step without offload, by compiling it for the device. See `traced`."""
     made, notes, how = traced(config, target, devices, segments)
-    program = aot.compile_for(aot.lower(made.jitted, made.abstract, made.batch), target, devices)
+    program = compiled(made, target, devices)
     found = breakdown(program.dump, PURPOSES)
     notes += (
         how,
@@ -63,7 +64,7 @@ def dispatched(
         "arrays are those of the step's own schedule; a copy counts on both ends until the host has waited "
         "for it",
     )
-    return fullest(made.rehearsed(compiled_for(target, devices)).moments, notes)
+    return fullest(made.rehearsed(compiled_for(made, target, devices)).moments, notes)
 
 
 def confirm(
@@ -87,7 +88,8 @@ def confirm(
     made, notes, how = traced(config, target, devices, segments)
 
     def analyse(program: jax.stages.Traced) -> object:
-        return aot.compile_for(program.lower(lowering_platforms=("cuda",)), target, devices).stats
+        lowered = program.lower(lowering_platforms=("cuda",))
+        return aot.compile_for(lowered, target, devices, chosen=_options(made)).stats
 
     found = Programs(made, analyse).fitted(config, asked.offload.level, room)
     if found is None:
@@ -97,12 +99,22 @@ def confirm(
     return dataclasses.replace(candidate, config=config, moved=moved), plan
 
 
-def compiled_for(target: aot.Target, devices: int) -> Analysis:
-    """Returns the analysis that compiles each program for a GPU."""
+def compiled(made: Assembled, target: aot.Target, devices: int, hosts: int = 1) -> aot.Program:
+    """Returns a step in one program, compiled for GPUs as a run compiles it."""
+    lowered = aot.lower(made.jitted, made.abstract, made.batch)
+    return aot.compile_for(lowered, target, devices, hosts, _options(made))
+
+
+def _options(made: Assembled) -> dict[str, Any]:
+    return made.step.model.compiler_options(platform="gpu")
+
+
+def compiled_for(made: Assembled, target: aot.Target, devices: int) -> Analysis:
+    """Returns the analysis that compiles each program of a step for a GPU."""
 
     def analyse(name: str, traced: jax.stages.Traced) -> Breakdown:
         lowered = traced.lower(lowering_platforms=("cuda",))
-        kind, dump = program_of(name), aot.compile_for(lowered, target, devices).dump
+        kind, dump = program_of(name), aot.compile_for(lowered, target, devices, chosen=_options(made)).dump
         return breakdown(dump, PURPOSES, lambda _: None, TEMPORARY[kind], OUTPUT[kind])
 
     return analyse

@@ -183,9 +183,7 @@ def text(request: Request) -> str:
         return _for_tpu(request, devices)
     target = aot.target(request.device)
     made, _, _ = memory.traced(request.config, target, devices, request.segments)
-    lowered = aot.lower(made.jitted, made.abstract, made.batch)
-    hosts = max(1, devices // request.per_host)
-    return aot.compile_for(lowered, target, devices, hosts).hlo
+    return memory.compiled(made, target, devices, max(1, devices // request.per_host)).hlo
 
 
 def _for_tpu(request: Request, devices: int) -> str:

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -46,7 +47,8 @@ class Target:
             "memory_bandwidth": round(self.bandwidth),
             "l2_cache_size": 50 << 20,
             "clock_rate_ghz": self.clock,
-            "device_memory_size": self.memory,
+            # Where no allocator says its limit, as a run's does, XLA plans with 80 % of this.
+            "device_memory_size": round(self.memory * xla.memory_fraction() / 0.8),
             "registers_per_core_limit": 65536,
             "registers_per_block_limit": 65536,
         }
@@ -147,15 +149,22 @@ def read_dump(directory: Path) -> dict[str, str]:
     return {kind: paths[-1].read_text() for kind, paths in found.items() if paths}
 
 
-def compile_for(lowered: jax.stages.Lowered, target: Target, devices: int = 1, hosts: int = 1) -> Program:
+def compile_for(
+    lowered: jax.stages.Lowered,
+    target: Target,
+    devices: int = 1,
+    hosts: int = 1,
+    chosen: dict[str, Any] | None = None,
+) -> Program:
     """Compiles a program for a GPU that need not be here, and returns what memory it takes there.
 
     lowered: by `lower`, for CUDA, on a mesh of as many CPU devices; so that memory kinds, which described
-    devices lack, are kept. hosts: that have the devices, in equal parts. Raises InputError without JAX's
-    CUDA plugin.
+    devices lack, are kept. hosts: that have the devices, in equal parts. chosen: XLA's options, by default
+    those of any step on so many devices. Raises InputError without JAX's CUDA plugin.
     """
     client, described = _client(target, devices, hosts)
-    chosen = xla.compiler_options("gpu", devices=devices, deterministic=False)
+    if chosen is None:
+        chosen = xla.compiler_options("gpu", devices=devices, deterministic=False)
     from jax._src import compiler
     from jaxlib import xla_client
 

@@ -181,9 +181,9 @@ def test_no_program_of_a_process_has_xla_s_own_collective_kernels(given, monkeyp
 
 def test_an_evaluation_has_the_collectives_of_its_step(monkeypatch):
     """Kernels that wait for their peers hang beside collectives that run when they like."""
+    layout = Layout(make_mesh(MeshConfig(), jax.devices()[:2]))  # before XLA_FLAGS, which has how many, goes
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    layout = Layout(make_mesh(MeshConfig(), jax.devices()[:2]))
     for fused in ("none", "fused", "mosaic_gpu"):
         ops = Ops(layout, jnp.dtype(jnp.bfloat16), collective_matmul_by=fused, copies=fused == "none")
         how = {"writes_to_peers": KernelsConfig(collective_matmul=fused).writes_to_peers}
@@ -192,9 +192,19 @@ def test_an_evaluation_has_the_collectives_of_its_step(monkeypatch):
         assert found == of_step and of_step.items() >= xla.NO_COLLECTIVE_KERNELS.items()
 
 
+@pytest.mark.parametrize(("expert", "fenced"), [(1, False), (2, True)])
+def test_arrays_of_divided_experts_do_not_outlive_their_use(expert, fenced):
+    layout = Layout(make_mesh(MeshConfig(expert=expert), jax.devices()[:2]))
+    model = Model(object(), Ops(layout, jnp.dtype(jnp.bfloat16)), "none", "unroll")
+    found = model.compiler_options(platform="gpu")
+    assert (found.items() >= xla.FENCED.items()) == fenced == bool(found.keys() & xla.FENCED.keys())
+    assert model.compiler_options() == {}  # a CPU's
+
+
 def test_the_installed_jaxlib_knows_each_option(tmp_path):
     """It refuses a program compiled with one that it does not know."""
-    options = xla.compiler_options("gpu", 2, True, writes_to_peers=True, copies=True, autotuned=tmp_path)
+    kinds = {"writes_to_peers": True, "copies": True, "experts": True}
+    options = xla.compiler_options("gpu", 2, True, **kinds, autotuned=tmp_path)
     for name, value in options.items():
         xla.check_flags(f"--{name}={value}")
     compiled = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), "float32"))

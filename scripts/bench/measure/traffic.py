@@ -23,7 +23,7 @@ from jaxthru import config as configuration
 from jaxthru.build.choices import DOCUMENTS
 from jaxthru.build.defaults import plain
 from jaxthru.models import scopes
-from jaxthru.plan.memory import traced
+from jaxthru.plan.memory import compiled, traced
 from jaxthru.profile.read import hlo
 from jaxthru.runtime import aot, xla
 
@@ -67,7 +67,7 @@ def measure(arguments) -> dict:
     target = aot.target(arguments.device)
     config = plain(configuration.load(arguments.config, arguments.overrides))
     made, _, how = traced(config, target, 1, arguments.segments)
-    program = aot.compile_for(aot.lower(made.jitted, made.abstract, made.batch), target)
+    program = compiled(made, target, 1)
     rows = moved(hlo.module(program.hlo))
     for row in rows[: arguments.top]:
         text = "{bytes:16,} bytes  {kernels:5} kernels  {phase:9} {scope:40} {does}"
