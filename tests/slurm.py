@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 NODES = ("n0", "n1")
+# JAX's coordinator listens at a port by the job's id: clusters of one machine start with ids of their own.
 CONFIGURATION = """
 ClusterName=tests
 FirstJobId={controller}

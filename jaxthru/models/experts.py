@@ -115,7 +115,7 @@ def _of_shard(ops: Ops, axes: tuple[Axes, Axes], x_nD, ids_nK, weights_nK, gate_
             ids_GK = jnp.where((ids_GK >= first) & (ids_GK < first + own), ids_GK - first, own)
         if y_GD is not None:
             # The products of a part wait for those of the part before, and on the way back of the one behind:
-            # rows of one part alone are in memory. Collectives wait for nothing here, and run beside them. Of
+            # rows of one part alone are in memory. Collectives wait for no product, and run beside them. Of
             # a part's inputs it is the ids that wait, for what is made of them is kept: were it x, computing
             # that again would take the part before, too.
             ids_GK, _ = jax.lax.optimization_barrier((ids_GK, jax.lax.stop_gradient(y_GD)))
@@ -128,8 +128,8 @@ def _of_shard(ops: Ops, axes: tuple[Axes, Axes], x_nD, ids_nK, weights_nK, gate_
 
 
 def _scattered(y_GD: jax.Array, over: tuple[str, ...], before: list[jax.Array]) -> jax.Array:
-    """Returns a part's sums of this device's tokens. They wait for those of the part before, or XLA may put
-    these off until nothing is left to run beside them."""
+    """Returns a part's sums of this device's tokens. On the way forward they wait for those of the part
+    before: XLA put the first part's off until both were left, and nothing to run beside them."""
     if before:
         y_GD, _ = jax.lax.optimization_barrier((y_GD, jax.lax.stop_gradient(before[-1])))
     with jax.named_scope(COMBINE):

@@ -100,7 +100,7 @@ def confirm(
 
 
 def compiled(made: Assembled, target: aot.Target, devices: int, hosts: int = 1) -> aot.Program:
-    """Returns a step in one program, compiled for GPUs as a run compiles it."""
+    """Returns a step in one program, compiled for GPUs as a run does it, but for `train.deterministic`."""
     lowered = aot.lower(made.jitted, made.abstract, made.batch)
     return aot.compile_for(lowered, target, devices, hosts, _options(made))
 

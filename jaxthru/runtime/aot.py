@@ -47,7 +47,7 @@ class Target:
             "memory_bandwidth": round(self.bandwidth),
             "l2_cache_size": 50 << 20,
             "clock_rate_ghz": self.clock,
-            # Where no allocator says its limit, as a run's does, XLA plans with 80 % of this.
+            # XLA plans with 80 % of this, but in a run with its allocator's limit, which it therefore is.
             "device_memory_size": round(self.memory * xla.memory_fraction() / 0.8),
             "registers_per_core_limit": 65536,
             "registers_per_block_limit": 65536,
@@ -160,7 +160,7 @@ def compile_for(
 
     lowered: by `lower`, for CUDA, on a mesh of as many CPU devices; so that memory kinds, which described
     devices lack, are kept. hosts: that have the devices, in equal parts. chosen: XLA's options, by default
-    those of any step on so many devices. Raises InputError without JAX's CUDA plugin.
+    those of a plain step on so many devices. Raises InputError without JAX's CUDA plugin.
     """
     client, described = _client(target, devices, hosts)
     if chosen is None:

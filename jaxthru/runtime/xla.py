@@ -284,7 +284,7 @@ def compiler_options(
         options |= SHORT_GRAPHS | NO_COLLECTIVE_KERNELS
     if copies:
         options |= COPIED_PERMUTES
-    if experts:
+    if experts and not any(name in given_flags() for name in FENCED):
         options |= FENCED
     options |= for_matmuls(platform)
     if deterministic:

@@ -215,8 +215,8 @@ from jaxthru.runtime import aot
 
 compile_for = aot.compile_for
 
-def noted(*arguments):
-    program = compile_for(*arguments)
+def noted(*arguments, **how):
+    program = compile_for(*arguments, **how)
     sizes = program.stats
     made = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     print("needs", sizes.argument_size_in_bytes + made + sizes.temp_size_in_bytes)

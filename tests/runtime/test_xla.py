@@ -193,12 +193,14 @@ def test_an_evaluation_has_the_collectives_of_its_step(monkeypatch):
 
 
 @pytest.mark.parametrize(("expert", "fenced"), [(1, False), (2, True)])
-def test_arrays_of_divided_experts_do_not_outlive_their_use(expert, fenced):
+def test_arrays_of_divided_experts_do_not_outlive_their_use(expert, fenced, monkeypatch):
     layout = Layout(make_mesh(MeshConfig(expert=expert), jax.devices()[:2]))
     model = Model(object(), Ops(layout, jnp.dtype(jnp.bfloat16)), "none", "unroll")
     found = model.compiler_options(platform="gpu")
     assert (found.items() >= xla.FENCED.items()) == fenced == bool(found.keys() & xla.FENCED.keys())
     assert model.compiler_options() == {}  # a CPU's
+    monkeypatch.setenv("XLA_FLAGS", f"--{min(xla.FENCED)}=1")
+    assert not model.compiler_options(platform="gpu").keys() & xla.FENCED.keys()
 
 
 def test_the_installed_jaxlib_knows_each_option(tmp_path):

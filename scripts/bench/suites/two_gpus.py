@@ -233,12 +233,10 @@ class Predicted(Row):
         return [Block(name, 1, self.seconds) for name in PREDICTED]
 
     def command(self, name, setup):
-        command, config, settings, *more = PREDICTED[name]
+        plan, config, settings, words = PREDICTED[name]
         sets = itertools.chain(*(("--set", word) for word in settings.split()))
-        words = [command, "--config", config, *sets, "--fabric", FABRIC, "--json", *" ".join(more).split()]
-        said = shlex.join([sys.executable, "-m", "jaxthru.plan", *words])
-        kept = shlex.join([sys.executable, "-c", WITHOUT_COLLECTIVES])
-        return ["env", "JAX_PLATFORMS=cpu", "bash", "-c", f"set -o pipefail; {said} | {kept}"]
+        script = [sys.executable, str(blocks.HERE / "measure" / "planned.py"), "--config", config, *sets]
+        return ["env", "JAX_PLATFORMS=cpu", *script, "--fabric", FABRIC, "--plan", plan, "--words", words]
 
     def check(self, setup):
         """Each block has settings of its own."""
@@ -263,9 +261,6 @@ PREDICTED = {
     "experts_whole": ("network", "qwen3_30b_a3b", WHOLE, f"{ON} 32"),
 }
 """{row: of `plan`, the command, the configuration, its settings, and options} of what is predicted of it."""
-WITHOUT_COLLECTIVES = (
-    "import json, sys; said = json.load(sys.stdin); said.pop('collectives', 0); print(json.dumps(said))"
-)
 ALONE = "alone@alone=mesh.fsdp=1"
 DEFAULT = tuple(f"fsdp{side}={FSDP}" for side in ("@old", ""))
 OF_ONE = Bar("of_one", 0.97, "{:.3g} × single GPUs at work at the same time, by default settings")

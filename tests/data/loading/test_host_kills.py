@@ -44,7 +44,7 @@ with (
 ):
     batches = data.planned(((0, data.mixture),), **asked, local_rows=slice(*about["local"]))
     ask = ((step, threads.submit(batches.__getitem__, step)) for step in range(about["start"], len(batches)))
-    # Few ahead: of 20 batches that have come none is still asked for, so no kills but one meet a request.
+    # Few ahead: a request is not out while so many batches come that the server is killed again and again.
     coming = collections.deque(itertools.islice(ask, 8))
     while coming:
         step, batch = coming.popleft()

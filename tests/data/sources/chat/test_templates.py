@@ -136,8 +136,7 @@ def test_a_template_that_fails_says_why_in_one_line(template, why):
 
 
 def test_a_template_that_loops_for_ever_ends(monkeypatch):
-    # A loop that takes no machine less than ten times that, and is over before other tests wonder who takes
-    # the time.
+    # Any machine takes ten times that for the loop, which is over before another test wonders at the load.
     monkeypatch.setattr(sandbox, "SECONDS", 0.02)
     loops = "{% for i in range(3000) %}{% for j in range(3000) %}{% endfor %}{% endfor %}"
     with pytest.raises(InputError, match=r"took more than 0\.02 s for one conversation; does it loop"):
