@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ from jaxthru.build.confirmed import Confirmed
 from jaxthru.build.defaults import get, replaced
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.proposals import Candidate
-from jaxthru.build.step import assemble, update_flops
+from jaxthru.build.step import Assembled, assemble, update_flops
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.host_pool import RunData
 from jaxthru.data.loading.placement import local_rows
@@ -211,6 +212,10 @@ def compile_step(
     search = Search(config, layout, room, segments)
     started = time.monotonic()
     evaluated = fresh and config.evaluate.rows > 0
+
+    def options(made: Assembled) -> dict[str, Any]:
+        return made.step.model.compiler_options(config.train.deterministic, autotuned)
+
     with Beside(config, segments, fresh and weights is None, evaluated, checked) as beside:
 
         def confirm(candidate: Candidate) -> tuple[Candidate, Confirmed] | None:
@@ -221,8 +226,7 @@ def compile_step(
             beside.start(made)
             try:
                 with dispatch.noted() as kernels:
-                    options = made.step.model.compiler_options(config.train.deterministic, autotuned)
-                    found = anew(confirmed.compile_candidate)(config, candidate, made, options, room)
+                    found = anew(confirmed.compile_candidate)(config, candidate, made, options(made), room)
             except Unsupported as refusal:
                 raise InputError(f"{setting_behind(config, refusal)}: {refusal}") from refusal
             if found.compiled is None:
@@ -243,8 +247,7 @@ def compile_step(
     made, chosen = found.made, found.config
     devices = list(layout.mesh.devices.flat)
     decisions = choices.made(asked, chosen, found.reason, devices, reasons)
-    options = made.step.model.compiler_options(config.train.deterministic, autotuned)
-    recompile = lambda more: anew(made.compile)(options | more)  # noqa: E731
+    recompile = lambda more: anew(made.compile)(options(made) | more)  # noqa: E731
     return Build(
         chosen,
         data,

@@ -118,7 +118,7 @@ def _of_shard(ops: Ops, axes: tuple[Axes, Axes], x_nD, ids_nK, weights_nK, gate_
             # rows of one part alone are in memory. Collectives wait for no product, and run beside them. Of
             # a part's inputs it is the ids that wait, for what is made of them is kept: were it x, computing
             # that again would take the part before, too.
-            ids_GK, _ = jax.lax.optimization_barrier((ids_GK, jax.lax.stop_gradient(y_GD)))
+            ids_GK = _after(y_GD, ids_GK)
             y_GD, x_GD = _together(y_GD, x_GD)
             if trained:
                 x_GD, gate_up, down = _together(x_GD, gate_up, down)
@@ -131,9 +131,14 @@ def _scattered(y_GD: jax.Array, over: tuple[str, ...], before: list[jax.Array]) 
     """Returns a part's sums of this device's tokens. On the way forward they wait for those of the part
     before: XLA put the first part's off until both were left, and nothing to run beside them."""
     if before:
-        y_GD, _ = jax.lax.optimization_barrier((y_GD, jax.lax.stop_gradient(before[-1])))
+        y_GD = _after(before[-1], y_GD)
     with jax.named_scope(COMBINE):
         return jax.lax.psum_scatter(y_GD, over, tiled=True)
+
+
+def _after(first: jax.Array, array: jax.Array) -> jax.Array:
+    """Returns an array, which on the way forward waits for another."""
+    return jax.lax.optimization_barrier((array, jax.lax.stop_gradient(first)))[0]
 
 
 @jax.custom_vjp

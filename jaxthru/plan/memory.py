@@ -1,7 +1,6 @@
 """`plan memory`: the memory that a configuration needs on a GPU, by compiling its step without that GPU."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import rich.box
@@ -88,8 +87,7 @@ def confirm(
     made, notes, how = traced(config, target, devices, segments)
 
     def analyse(program: jax.stages.Traced) -> object:
-        lowered = program.lower(lowering_platforms=("cuda",))
-        return aot.compile_for(lowered, target, devices, chosen=_options(made)).stats
+        return _compiled(made, program, target, devices).stats
 
     found = Programs(made, analyse).fitted(config, asked.offload.level, room)
     if found is None:
@@ -101,20 +99,22 @@ def confirm(
 
 def compiled(made: Assembled, target: aot.Target, devices: int, hosts: int = 1) -> aot.Program:
     """Returns a step in one program, compiled for GPUs as a run does it, but for `train.deterministic`."""
-    lowered = aot.lower(made.jitted, made.abstract, made.batch)
-    return aot.compile_for(lowered, target, devices, hosts, _options(made))
+    return _compiled(made, made.jitted.trace(made.abstract, made.batch), target, devices, hosts)
 
 
-def _options(made: Assembled) -> dict[str, Any]:
-    return made.step.model.compiler_options(platform="gpu")
+def _compiled(
+    made: Assembled, program: jax.stages.Traced, target: aot.Target, devices: int, hosts: int = 1
+) -> aot.Program:
+    """Returns a program of a step, compiled for GPUs with the options that its model has."""
+    chosen = made.step.model.compiler_options(platform="gpu")
+    return aot.compile_for(program.lower(lowering_platforms=("cuda",)), target, devices, hosts, chosen)
 
 
 def compiled_for(made: Assembled, target: aot.Target, devices: int) -> Analysis:
     """Returns the analysis that compiles each program of a step for a GPU."""
 
     def analyse(name: str, traced: jax.stages.Traced) -> Breakdown:
-        lowered = traced.lower(lowering_platforms=("cuda",))
-        kind, dump = program_of(name), aot.compile_for(lowered, target, devices, chosen=_options(made)).dump
+        kind, dump = program_of(name), _compiled(made, traced, target, devices).dump
         return breakdown(dump, PURPOSES, lambda _: None, TEMPORARY[kind], OUTPUT[kind])
 
     return analyse

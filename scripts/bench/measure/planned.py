@@ -19,9 +19,9 @@ from jaxthru.runtime.errors import InputError
 
 def measure(arguments) -> dict:
     """Returns what the command prints. Raises InputError with the line that it refuses with."""
-    sets = [word for setting in arguments.overrides for word in ("--set", setting)]
-    words = [arguments.plan, "--config", arguments.config, *sets, "--fabric", arguments.fabric]
-    command = [sys.executable, "-m", "jaxthru.plan", *words, "--json", *shlex.split(arguments.words)]
+    words = [arguments.plan, "--config", arguments.config, *harness.set_words(arguments.overrides)]
+    words += ["--fabric", arguments.fabric, "--json", *shlex.split(arguments.words)]
+    command = [sys.executable, "-m", "jaxthru.plan", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise InputError(done.stderr.strip().rpartition("\n")[2].removeprefix("jaxthru: "))

@@ -36,13 +36,13 @@ of two reads a third less from the L2 cache; `tried` in the records of `tune` sa
 """
 
 import dataclasses
-import itertools
 import json
 import shlex
 import statistics
 import sys
 
 import blocks
+import harness
 from suites import overlap
 from suites.commits import FSDP, KEPT, SLOWER, TENSOR, InTurns, both
 from suites.overlap import Overlap, said_by
@@ -234,9 +234,9 @@ class Predicted(Row):
 
     def command(self, name, setup):
         plan, config, settings, words = PREDICTED[name]
-        sets = itertools.chain(*(("--set", word) for word in settings.split()))
-        script = [sys.executable, str(blocks.HERE / "measure" / "planned.py"), "--config", config, *sets]
-        return ["env", "JAX_PLATFORMS=cpu", *script, "--fabric", FABRIC, "--plan", plan, "--words", words]
+        of = ["--config", config, *harness.set_words(settings.split()), "--fabric", FABRIC]
+        script = [sys.executable, str(blocks.HERE / "measure" / "planned.py")]
+        return ["env", "JAX_PLATFORMS=cpu", *script, *of, "--plan", plan, "--words", words]
 
     def check(self, setup):
         """Each block has settings of its own."""
