@@ -119,7 +119,7 @@ def test_table_shows_claimed_ratios_in_bold(bench):
 
 
 def test_a_step_is_dispatched_before_the_last_is_waited_for(bench):
-    harness = bench("harness")
+    timed_loop = bench("timed_loop")
     log = []
 
     def dispatch():
@@ -130,27 +130,27 @@ def test_a_step_is_dispatched_before_the_last_is_waited_for(bench):
         log.append(("finish", number))
         return number
 
-    timing = harness.timed(dispatch, finish, 0.0, 0.0)
+    timing = timed_loop.timed(dispatch, finish, 0.0, 0.0)
     assert log[:4] == [("dispatch", 0), ("dispatch", 1), ("finish", 0), ("dispatch", 2)]
     assert timing.values == list(range(timing.first, timing.first + 3))
 
 
 def test_the_first_timed_step_begins_where_the_one_before_ended(bench, monkeypatch):
     """What starts sampling the clocks takes time in which the device works."""
-    harness = bench("harness")
+    timed_loop = bench("timed_loop")
 
-    class Slow(harness.Clocks):
+    class Slow(timed_loop.Clocks):
         def __enter__(self):
             time.sleep(0.2)
             return super().__enter__()
 
-    monkeypatch.setattr(harness, "Clocks", Slow)
-    timing = harness.timed(lambda: time.perf_counter(), lambda began: began, 0.0, 0.0, (2, 2))
+    monkeypatch.setattr(timed_loop, "Clocks", Slow)
+    timing = timed_loop.timed(lambda: time.perf_counter(), lambda began: began, 0.0, 0.0, (2, 2))
     assert timing.seconds[0] >= 0.2 > timing.seconds[1]
 
 
 def test_a_rate_is_all_tokens_over_all_seconds(bench):
-    line = bench("harness").Timing([0.1, 0.1, 0.1, 0.3], [0] * 4, [0], 1500.0, None).line(60.0)
+    line = bench("timed_loop").Timing([0.1, 0.1, 0.1, 0.3], [0] * 4, [0], 1500.0, None).line(60.0)
     assert line["tokens_per_second"] == 400.0, "of the median step it would be 600"
     assert (line["step_seconds"], line["step_seconds_mean"], line["step_seconds_max"]) == (0.1, 0.15, 0.3)
     assert (line["seconds"], line["steps_timed"]) == ([0.1, 0.1, 0.1, 0.3], 4)
@@ -216,7 +216,7 @@ def test_a_key_of_the_configuration_is_compute_and_fp8_in_turn(bench, monkeypatc
 
 
 def test_steps_may_be_counted_in_place_of_seconds(bench):
-    timing = bench("harness").timed(lambda: 0, lambda value: value, 60.0, 60.0, (2, 5))
+    timing = bench("timed_loop").timed(lambda: 0, lambda value: value, 60.0, 60.0, (2, 5))
     assert (timing.first, len(timing.seconds)) == (2, 5)
 
 
@@ -244,10 +244,10 @@ class Library:
 def test_clocks_are_of_all_gpus_and_of_those_that_tell(bench, monkeypatch):
     monkeypatch.setattr(clocks, "nvml", Library)
     monkeypatch.setattr(nvml, "bus_ids", lambda: ("a3", "19"))
-    timing = bench("harness").timed(lambda: 0, lambda _: time.sleep(0.1), 0.0, 0.0, (1, 5), gpus=2)
+    timing = bench("timed_loop").timed(lambda: 0, lambda _: time.sleep(0.1), 0.0, 0.0, (1, 5), gpus=2)
     assert (timing.mhz, timing.watts) == (1600.0, None)
     monkeypatch.setattr(clocks, "nvml", lambda: None)
-    timing = bench("harness").timed(lambda: 0, lambda _: None, 0.0, 0.0, (1, 2))
+    timing = bench("timed_loop").timed(lambda: 0, lambda _: None, 0.0, 0.0, (1, 2))
     assert (timing.mhz, timing.watts) == (None, None)
 
 

@@ -322,7 +322,7 @@ def test_a_state_goes_to_a_commit_whose_mesh_has_other_axes(bench):
 
 
 def test_a_commit_from_before_jaxthru_build_is_built_by_its_own_names(bench, monkeypatch, tmp_path):
-    module, tree = bench("measure.steps_in_turns"), tmp_path / "jaxthru"
+    module, tree = bench("commit_trees"), tmp_path / "jaxthru"
     monkeypatch.setattr(sys, "meta_path", module.without_editable(sys.meta_path))
     tree.mkdir()
     (tree / "__init__.py").touch()
@@ -342,7 +342,7 @@ def test_random_data_says_how_long_its_documents_are(bench):
     config = types.SimpleNamespace(
         data=types.SimpleNamespace(sequence=4096), model=types.SimpleNamespace(vocabulary=9)
     )
-    assert mean_document(bench("measure.steps_in_turns").random_data(config, 4)) == 1024
+    assert mean_document(bench("commit_trees").random_data(config, 4)) == 1024
 
 
 def test_ratios_are_to_the_first_contender_or_to_none(bench, monkeypatch, capsys):

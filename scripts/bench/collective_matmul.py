@@ -53,10 +53,11 @@ import collective_matmul_check as checks
 import comparison
 import harness
 import jax
+import timed_loop
+from commit_trees import Tree
 from gpu_clocks import Clocks
 from measure import programs
 from measure.collectives import Case, contenders, first_run_of_jax, search_jax, torch_peer
-from measure.steps_in_turns import Tree
 
 from jaxthru.runtime import xla
 from pallas_kernels.collective_matmul import tiles
@@ -284,7 +285,7 @@ def main() -> int:
     if options.first_run_of_jax:
         first_run_of_jax(checks.make_mesh(axes))
         return 0
-    phase, started = harness.Phases(), time.monotonic()
+    phase, started = timed_loop.Phases(), time.monotonic()
     without_jax, peer = "", None
     if not (options.tiny or options.first_run_done):
         with phase("first run, in a child process"):

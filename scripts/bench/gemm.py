@@ -10,6 +10,7 @@ import sys
 import harness
 import jax
 import jax.numpy as jnp
+import timed_loop
 
 from jaxthru.runtime import xla
 
@@ -38,7 +39,9 @@ def measure(arguments) -> dict:
             last = product(a, b)
         return last
 
-    timing = harness.timed(dispatch, jax.block_until_ready, arguments.warmup_seconds, arguments.timed_seconds)
+    timing = timed_loop.timed(
+        dispatch, jax.block_until_ready, arguments.warmup_seconds, arguments.timed_seconds
+    )
     line, flops = timing.line(0), 2 * size**3 * REPEATS
     settings = {"dtype": arguments.dtype, "size": size}
     return line | {"settings": settings, "tflops": round(flops / line["step_seconds_mean"] / 1e12, 1)}

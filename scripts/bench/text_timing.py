@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import harness
+import timed_loop
 
 option = harness.option
 OPTIONS = (
@@ -31,7 +32,7 @@ def timed(
     took = {}
     for count, share in ((1, 0.1), (arguments.generate, 1.0)):
         seconds = share * arguments.warmup_seconds, share * arguments.timed_seconds
-        took[count] = harness.timed(lambda count=count: generate(count), finish, *seconds)
+        took[count] = timed_loop.timed(lambda count=count: generate(count), finish, *seconds)
     prefill, whole = took.values()
 
     def step(average: Callable) -> float:

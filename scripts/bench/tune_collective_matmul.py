@@ -32,6 +32,7 @@ from collections.abc import Callable, Hashable, Iterable
 import collective_matmul_check as checks
 import harness
 import jax
+import timed_loop
 from measure import programs
 from measure.collectives import Case
 
@@ -159,7 +160,7 @@ def main() -> int:
     os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.6"  # the rest is for the processes that try tiles
     harness.keep_stdout()
     xla.configure()
-    phase, axes, started = harness.Phases(), {"tensor": options.devices}, time.monotonic()
+    phase, axes, started = timed_loop.Phases(), {"tensor": options.devices}, time.monotonic()
     if not options.first_run_done:
         with phase("first run, in a child process"):
             checks.in_child([axes], seconds=180)

@@ -20,6 +20,7 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+import timed_loop
 from measure import programs
 
 from jaxthru.runtime import xla
@@ -129,7 +130,7 @@ def main() -> int:
     options = parser.parse_args()
     harness.keep_stdout()
     xla.configure()
-    phase, kind = harness.Phases(), jax.local_devices()[0].device_kind
+    phase, kind = timed_loop.Phases(), jax.local_devices()[0].device_kind
     shared = SHARED_BYTES.get((nvidia_compute_capability() or (0, 0))[0], 99 << 10)
     found = {}
     for name in options.shapes:

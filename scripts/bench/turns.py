@@ -13,6 +13,7 @@ from typing import Any
 import comparison
 import harness
 import jax
+import timed_loop
 from gpu_clocks import Clocks, mean
 from gpu_joules import Energy
 
@@ -73,7 +74,7 @@ def rated(turns: list[Turn]) -> dict:
     """Returns what a record says of a contender's turns."""
     seconds = [second for turn in turns for second in turn.seconds]
     return {
-        **harness.rated(sum(turn.tokens for turn in turns) / len(seconds), seconds),
+        **timed_loop.rated(sum(turn.tokens for turn in turns) / len(seconds), seconds),
         "sm_clock_mhz": mean(turn.mhz for turn in turns),
         "power_watts": mean(turn.watts for turn in turns),
         "spread": comparison.halves_apart([turn.seconds for turn in turns], statistics.fmean),

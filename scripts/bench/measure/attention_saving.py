@@ -21,6 +21,7 @@ import blocks
 import harness
 import jax
 import jax.numpy as jnp
+import timed_loop
 
 from jaxthru import config as configuration
 from jaxthru.data.loading.dataset import open_data
@@ -50,7 +51,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         y, backward = jax.vjp(lambda q, k, v: attention(q, k, v, segments), q, k, v)
         return y, backward(dy)
 
-    def mean_seconds(choices) -> tuple[float, harness.Timing]:
+    def mean_seconds(choices) -> tuple[float, timed_loop.Timing]:
         endless = itertools.cycle(enumerate(choices))
 
         def dispatch():
@@ -60,7 +61,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             return number, result
 
         seconds = arguments.warmup_seconds / 2, arguments.timed_seconds / 2
-        timing = harness.timed(dispatch, lambda started: jax.block_until_ready(started)[0], *seconds)
+        timing = timed_loop.timed(dispatch, lambda started: jax.block_until_ready(started)[0], *seconds)
         by_batch = {number: [] for number in range(len(choices))}
         for seconds, number in zip(timing.seconds, timing.values, strict=True):
             by_batch[number].append(seconds / REPEATS)

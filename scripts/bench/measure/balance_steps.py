@@ -44,6 +44,7 @@ import comparison
 import harness
 import jax
 import numpy as np
+import timed_loop
 import turns
 from gpu_clocks import mean
 from measure import balance_corpus, row_costs
@@ -148,7 +149,7 @@ def resolve(arguments: argparse.Namespace) -> configuration.RunConfig:
 
 def measure(arguments: argparse.Namespace) -> dict:
     """Returns the result."""
-    phases = harness.Phases()
+    phases = timed_loop.Phases()
     xla.configure()
     with phases("corpus"):
         config = resolve(arguments)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import harness
 import jax
-from measure.steps_in_turns import Tree
+from commit_trees import Tree
 
 
 def measure(arguments) -> dict:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import text_timing
+import timed_loop
 
 from jaxthru.engine.model import Model
 from jaxthru.generation.generator import Generator
@@ -65,7 +66,7 @@ def bandwidth(gib: float, seconds: float) -> float:
     def dispatch() -> jax.Array:
         return [total(values) for _ in range(SUMS)][-1]
 
-    timing = harness.timed(dispatch, jax.block_until_ready, 0.0, seconds)
+    timing = timed_loop.timed(dispatch, jax.block_until_ready, 0.0, seconds)
     return SUMS * values.nbytes / statistics.fmean(timing.seconds)
 
 

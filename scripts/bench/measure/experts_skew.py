@@ -23,7 +23,8 @@ import harness
 import jax
 import numpy as np
 import turns
-from measure.steps_in_turns import Contender, Tree
+from commit_trees import Tree
+from measure.steps_in_turns import Contender
 
 from jaxthru.runtime import xla
 from jaxthru.runtime.errors import require

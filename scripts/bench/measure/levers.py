@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 import jax
 import jax.numpy as jnp
+import timed_loop
 from gemm import operands, product
 from measure.profiler import capped, gemm_clock, judged
 
@@ -106,7 +107,7 @@ def measure(run: Callable, flops: float, seconds: tuple[float, float]) -> dict:
     """Returns one lever's rate by the host's clock, NVML's clock, and between which moments it was timed, ns
     since 1970. flops: of a call."""
     with clocks.sampled(nvml.names([0])) as samples:
-        timing = harness.timed(run, jax.block_until_ready, *seconds)
+        timing = timed_loop.timed(run, jax.block_until_ready, *seconds)
         ended = time.time_ns()
     taken = sum(timing.seconds)
     begun = ended - round(1e9 * taken)

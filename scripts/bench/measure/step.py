@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 import jax
 import numpy as np
+import timed_loop
 
 from jaxthru import config as configuration
 from jaxthru.build import choices, matmul_choice
@@ -77,7 +78,7 @@ def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespac
         state, metrics = built.compiled(state, next(batches))
         return metrics
 
-    timing = harness.timed(
+    timing = timed_loop.timed(
         dispatch,
         jax.device_get,
         arguments.warmup_seconds,

@@ -28,7 +28,8 @@ import harness
 import jax
 import numpy as np
 import turns
-from measure.steps_in_turns import Contender, Tree, peak, random_data
+from commit_trees import Tree, random_data
+from measure.steps_in_turns import Contender, peak
 
 from jaxthru import config as configuration
 from jaxthru.build.compiled import Build, build_step

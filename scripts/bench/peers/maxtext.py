@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import timed_loop
 
 # Imported by MaxText, and called by no training step of these models.
 STAND_INS = ("pathwaysutils", "aqt", "qwix", "tokamax", "drjax", "PIL", "tiktoken", "sentencepiece", "sympy")
@@ -254,7 +255,7 @@ def main() -> int:
     of = batches(arguments)
     program, step = lightest(arguments, next(of))
     dispatch = dispatcher(step, program.state(), of)
-    timing = harness.timed(dispatch, jax.device_get, arguments.warmup_seconds, arguments.timed_seconds)
+    timing = timed_loop.timed(dispatch, jax.device_get, arguments.warmup_seconds, arguments.timed_seconds)
     size = harness.rows_of(arguments)[0].shape
     origin = harness.provenance()
     line = {

@@ -14,6 +14,7 @@ import sys
 import harness
 import jax
 import jax.numpy as jnp
+import timed_loop
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxthru.runtime import hardware, xla
@@ -145,7 +146,7 @@ def main() -> int:
         state, metrics = compiled(state, *next(batches))
         return metrics
 
-    timing = harness.timed(dispatch, jax.device_get, arguments.warmup_seconds, arguments.timed_seconds)
+    timing = timed_loop.timed(dispatch, jax.device_get, arguments.warmup_seconds, arguments.timed_seconds)
     device = jax.devices()[0]
     line = {
         **timing.line(rows[0].size),

@@ -9,6 +9,7 @@ logits of a micro-batch at once), attention is cuDNN's causal kernel, and the ma
 import argparse
 
 import harness
+import timed_loop
 
 harness.need("torch", "transformers")
 
@@ -91,7 +92,7 @@ def measure(update, model: MeanLoss, arguments: argparse.Namespace, settings: di
 
     with torch_step.attention_by(arguments.attention if on_gpu else "math"):
         seconds = (arguments.warmup_seconds, arguments.timed_seconds)
-        timing = harness.timed(dispatch, list, *seconds)
+        timing = timed_loop.timed(dispatch, list, *seconds)
     settings |= {name: getattr(arguments, name) for name in ("compile", "remat", "attention", "micro_rows")}
     settings["threads"] = torch.get_num_threads()
     packages |= harness.versions("transformers")

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import harness
 import numpy as np
+import timed_loop
 
 harness.need("torch")
 
@@ -109,7 +110,7 @@ def measure(
         return values.tolist()
 
     with attention_by(arguments.attention if where.type == "cuda" else "math"):
-        timing = harness.timed(dispatch, finish, arguments.warmup_seconds, arguments.timed_seconds)
+        timing = timed_loop.timed(dispatch, finish, arguments.warmup_seconds, arguments.timed_seconds)
     settings = ("compile", "mode", "residual", "attention", "masks", "float8", "checkpoint", "documents")
     settings = {name: getattr(arguments, name) for name in settings if hasattr(arguments, name)}
     return result(timing, packed.tokens, packed.span, parameters, settings, **packages)
@@ -141,7 +142,7 @@ def causal_batches(rows: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tenso
 
 
 def result(
-    timing: harness.Timing, tokens: int, span: float, parameters: list, settings: dict, **packages: str
+    timing: timed_loop.Timing, tokens: int, span: float, parameters: list, settings: dict, **packages: str
 ) -> dict:
     """Returns the line of a peer whose steps return (loss, gradient norm, skipped updates). tokens: of a
     step. span: of `Packed`."""
