@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -409,6 +410,12 @@ def test_a_block_ends_with_its_process_though_what_it_started_goes_on(bench):
     began = time.monotonic()
     found = bench("blocks").run_block(["bash", "-c", "sleep 60 & echo '{\"a\": 1}'"], "0", limit=30)
     assert found["line"] == {"a": 1} and time.monotonic() - began < 20
+
+
+def test_what_ended_a_block_is_told_not_what_cuda_said_afterwards(bench):
+    said = ["RESOURCE_EXHAUSTED", *["E1 cuda_executor.cc:313] [1] Failed to unload module 0x7; leaking"] * 40]
+    found = bench("blocks").run_block(["bash", "-c", f"printf '%s\\n' {shlex.join(said)} >&2; exit 1"], "0")
+    assert found["error"] == "exit code 1: RESOURCE_EXHAUSTED"
 
 
 def test_a_block_whose_last_line_is_no_result_is_one_that_failed(bench):

@@ -46,15 +46,22 @@ def test_kernels_that_wait_for_peers_need_a_check_that_passed(suite, prepared, b
     (tmp_path / "two_gpus_check.json").unlink()
     refused = {name for name, row in suite.ROWS.items() if row.refuses(prepared)}
     assert refused == {"tune_model", "tensor", "tune", "tuned"}
-    assert {"fsdp"} == {
+    assert {"fsdp", "fsdp_1b", "fsdp_0_6b"} == {
         n for n, r in suite.ROWS.items() if r.refuses(dataclasses.replace(prepared, old=None))
     } - refused
+
+
+def test_ratios_are_of_contenders(suite):
+    of_pairs = [row for row in suite.ROWS.values() if isinstance(row, suite.Pairs)]
+    for row in of_pairs:
+        names = {contender.partition("=")[0] for contender in row.contenders}
+        assert row.ratios and {name for _, *pair in row.ratios for name in pair} <= names
 
 
 def test_bars_are_about_what_rows_find(suite, prepared):
     rate = {"tokens_per_second": 90.0, "ratio": 1.0, "spread": 0.001}
     of = {
-        "alone": rate | {"tokens_per_second": 100.0},
+        "alone@alone": rate | {"tokens_per_second": 100.0},
         "fsdp": rate | {"tokens_per_second": 98.0, "over_old": {"ratio": 1.01}},
         "tensor": rate,
         "tensor_fused": rate | {"tokens_per_second": 99.0, "over_old": {"ratio": 0.98}},

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import resource
 import shlex
 import subprocess
@@ -40,6 +41,10 @@ def resident(session: int) -> dict[str, float]:
     return {"gib": round(pages * resource.getpagesize() / 2**30, 1)} if pages else {}
 
 
+AT_THE_END = re.compile(r"Failed to (destroy|unload)|Source Location Trace|^external/xla")
+"""Of XLA's lines while CUDA is already gone, hundreds of which would hide what ended a process."""
+
+
 def run_block(command: list[str], gpu: str, limit: float | None = None) -> dict:
     """Runs one block in its own process on one GPU; returns {"line": ...} or {"error": ...}, and "host_gib".
 
@@ -65,7 +70,9 @@ def run_block(command: list[str], gpu: str, limit: float | None = None) -> dict:
         lines, said = [], []
         for file, into in ((output, lines), (errors, said)):
             file.seek(0)
-            into += [line for line in file.read().splitlines() if line.strip()]
+            into += [
+                line for line in file.read().splitlines() if line.strip() and not AT_THE_END.search(line)
+            ]
     used = {"host_gib": host.most.get("gib")}
     if not late and block.returncode == 0 and lines:
         try:

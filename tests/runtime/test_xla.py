@@ -16,6 +16,7 @@ from jaxthru.runtime import xla
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
+from pallas_kernels.testing import has_gpu
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,44 @@ def test_no_program_of_a_process_has_xla_s_own_collective_kernels(given, monkeyp
         monkeypatch.setenv("XLA_FLAGS", given)
     for _ in range(2):  # once, however often it is called
         xla.configure()
-        assert os.environ["XLA_FLAGS"].split() == [*given.split(), *xla.OWN_FLAGS]
+        assert os.environ["XLA_FLAGS"].split() == [*given.split(), *xla.OWN_FLAGS.values()]
+
+
+def test_a_flag_that_is_given_is_not_given_again(monkeypatch):
+    (name,) = xla.SMALLEST_GAP_FIRST
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=true --xla_force_host_platform_device_count=8")
+    xla.configure()
+    assert os.environ["XLA_FLAGS"].count(name) == 1 and f"--{name}=true" in os.environ["XLA_FLAGS"]
+
+
+FILLS_ITS_GAP_AGAIN = """
+from jaxthru.runtime import xla
+xla.configure()
+import jax, jax.numpy as jnp, numpy as np
+
+def temporaries():
+    return jnp.zeros((rows, 1 << 20), jnp.uint8).block_until_ready()
+
+def small(size):
+    return jax.device_put(np.zeros(size, np.uint8)).block_until_ready()
+
+rows = jax.devices()[0].memory_stats()["bytes_limit"] * 7 // 10 >> 20
+held = temporaries()
+batch = small(1 << 20)
+del held
+metrics = small(256)
+print(temporaries().shape[0] == rows)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu(), reason="no GPU")
+def test_temporaries_fit_again_in_front_of_what_was_placed_beside_them():
+    """In a process of its own, for XLA reads its flags once, beside what this one has taken."""
+    share = {"XLA_CLIENT_MEM_FRACTION": "0.02", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+    command = [sys.executable, "-c", FILLS_ITS_GAP_AGAIN]
+    done = subprocess.run(command, env=os.environ | share, capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr
 
 
 def test_an_evaluation_has_the_collectives_of_its_step(monkeypatch):

@@ -14,9 +14,11 @@ row, is 235 model TFLOP a GPU and took 397 ms alone; a token of Qwen3-30B-A3B is
 layers ran 436 T a second, with nothing computed again.
 
     row            each way, a GPU and step                    in ms             ceiling           last
-    fsdp           3 × 2.8 GB: gathered forward and backward,  3 × 10 behind     1.00 of one GPU   0.953
+    fsdp           3 × 2.8 GB: gathered forward and backward,  3 × 10 behind     1.00 of one GPU   0.951
                    scattered; 2 × where kept                   397
-    fsdp, copies   the same, by copy engines                   the same          1.00              0.993, kept
+    fsdp, copies   the same, by copy engines                   the same          1.00              0.981
+    fsdp_1b        3 × 1.2 GB                                  3 × 4.5 behind    1.00              0.975
+                                                               459
     tensor         8 layers × (4 forward, 6 backward) × 67 MB  20, exposed 19    1.089 × plain     1.071
                                                                of 234 by plain
     tuned          33.5 or 67 MB, a gather's backward twice    84 or 168 by TMA  of each case, in its record
@@ -263,8 +265,10 @@ PREDICTED = {
 """{row: of `plan`, the command, the configuration, its settings, and options} of what is predicted of it."""
 ALONE = "alone@alone=mesh.fsdp=1"
 DEFAULT = tuple(f"fsdp{side}={FSDP}" for side in ("@old", ""))
+SMALL = "mesh.fsdp=2,train.rows=32"
 OF_ONE = Bar("of_one", 0.97, "{:.3g} × single GPUs at work at the same time, by default settings")
-RATIOS = (("of_one", "fsdp", "alone"), ("copies", "copies", "alone"), ("copies_kept", "fsdp_copies", "alone"))
+OVER_ALONE = {"of_one": "fsdp", "copies": "copies", "copies_kept": "fsdp_copies"}
+RATIOS = tuple((what, name, "alone@alone") for what, name in OVER_ALONE.items())
 OF_OVERLAP = ("tuned", "exposed")
 # What a step of two rows spends most of its time in; and whose bars were missed, and can be met.
 IN_A_STEP = tuple(
@@ -287,6 +291,13 @@ ROWS = (
                      seconds=390, gemm=True, ratios=RATIOS,
                      contenders=(ALONE, *DEFAULT, f"copies={FSDP},{COPIES}",
                                  *both("fsdp_kept", "fsdp_copies")))}
+    | {f"fsdp_{name}": Pairs(f"{about}, fsdp=2, collectives and copies, beside single GPUs", config,
+                             f"data.sequence=2048 {EIGHT[1]}", (OF_ONE,), steps=5, seconds=140, documents=3,
+                             ratios=RATIOS[:2],
+                             contenders=("alone@alone=mesh.fsdp=1,train.rows=16", f"fsdp={SMALL}",
+                                         f"copies={SMALL},{COPIES}"))
+       for name, config, about in (("1b", "llama3_2_1b", "Llama-3.2-1B, 16 rows of 2,048 a GPU"),
+                                   ("0_6b", "qwen3_0_6b", "Qwen3-0.6B, the same"))}
     | of_overlap("torch", torch, 90)
     | of_overlap("tune_model", searched(*IN_A_STEP, seconds=190), 190, waits=True)
     | {"tensor": Pairs("tensor=2 of both commits", *EIGHT,
