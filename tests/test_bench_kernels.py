@@ -37,6 +37,11 @@ def workload(bench):
     return bench("measure.workload")
 
 
+@pytest.fixture
+def tokamax(bench):
+    return bench("peers.tokamax_beside_jax")
+
+
 def measured(workload, work, **options):
     pace = workload.Pace(0.0, 0.0, 1e-3, 1)
     return workload.measured(work, pace, argparse.Namespace(**vars(OPTIONS) | options))[0]
@@ -86,26 +91,59 @@ def test_a_result_that_is_wrong_and_a_contender_that_cannot_run_are_said(workloa
     assert found["refuses"] == {"failed": "ValueError('needs another GPU')"}
 
 
-def test_tokamax_s_kernels_say_what_jax_has_renamed(workload):
-    kernel = workload.by_old_names(lambda body, *, out_type, grid=(): (body, out_type, grid))
+def test_tokamax_s_kernels_say_what_jax_has_renamed(tokamax):
+    kernel = tokamax.by_old_names(lambda body, *, out_type, grid=(): (body, out_type, grid))
     assert (
         kernel("body", out_shape=4, grid=(2,)) == kernel("body", out_type=4, grid=(2,)) == ("body", 4, (2,))
     )
 
 
+def test_locations_say_of_what_kind_they_are_as_tokamax_asks(tokamax):
+    """It reads what it is to tune from a lowered program's."""
+    from jaxlib.mlir import ir
+
+    tokamax.tell_locations(ir)
+    with ir.Context(), ir.Location.unknown():
+        file = ir.Location.file("a.py", 1, 2)
+        found = {
+            "file": file,
+            "name": ir.Location.name("a", childLoc=file),
+            "callsite": ir.Location.callsite(file, [file]),
+            "fused": ir.Location.fused([file, ir.Location.name("b")]),
+        }
+        for kind, location in found.items():
+            told = [other for other in tokamax.LOCATIONS if getattr(location, f"is_a_{other}")()]
+            assert told == [kind]
+
+
+def test_what_is_kept_of_an_error_is_its_last_line(tokamax):
+    error = RuntimeError("Exception raised in callback: Traceback:\n  File\nAttributeError: is_a_name\n")
+    assert tokamax.reason(error) == "RuntimeError: AttributeError: is_a_name"
+    assert (
+        tokamax.reason(ExceptionGroup("all failed", [ValueError("no room"), error])) == "ValueError: no room"
+    )
+    assert tokamax.reason(ValueError()) == "ValueError: "
+
+
 def test_what_tokamax_is_tuned_to_is_what_is_timed(bench, workload):
     """It chooses while it is traced, and JAX keeps what it has traced of a function."""
     kernels, traced = bench("measure.kernels.grouped_matmul"), []
-    config = dataclasses.make_dataclass("Config", ["block_m", "block_k", "num_stages"], frozen=True)
-    untuned, other = config(64, 128, 2), config(256, 64, 4)
+    fields = ["block_m", "block_k", "num_stages", "persistent", "grid_tile_width"]
+    config = dataclasses.make_dataclass("Config", fields, frozen=True)
+    untuned, best = config(64, 128, 2, False, 1), config(128, 128, 4, True, 8)
+    others = config(256, 128, 4, True, 8), config(128, 512, 2, True, 8), config(128, 128, 4, False, 8)
 
     class Bound:
-        heuristics_config, autotuning_configs = untuned, (untuned, config(128, 128, 4), other)
-        chosen = untuned
+        heuristics_config, autotuning_configs = untuned, (untuned, best, *others)
+        chosen, cached_autotuning_data = untuned, None
+
+        def __init__(self, residuals):
+            self.arguments = {"return_residuals": residuals}
 
         def autotune(self, configs):
-            assert configs == {untuned, config(128, 128, 4)}
-            Bound.chosen = config(128, 128, 4)
+            assert configs == {untuned, best} and not self.arguments["return_residuals"]
+            Bound.chosen = best
+            return types.SimpleNamespace(fastest_config=best)
 
     def ragged_dot(x, w, sizes, implementation):
         traced.append(Bound.chosen.block_m)
@@ -113,7 +151,7 @@ def test_what_tokamax_is_tuned_to_is_what_is_timed(bench, workload):
 
     def get_bound_args(function, *arguments):
         jax.jit(function).lower(*arguments)
-        return (Bound(),)
+        return Bound(True), Bound(False)
 
     autotuning = types.SimpleNamespace(get_bound_args=get_bound_args)
     tokamax = types.SimpleNamespace(ragged_dot=ragged_dot, autotuning=autotuning)

@@ -5,10 +5,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import statistics
-import sys
-import types
 import unittest.mock
 from collections.abc import Callable
 from types import ModuleType
@@ -75,39 +72,6 @@ def apart(found: Any, expected: Any) -> jax.Array:
     return jnp.stack(
         [one(*pair) for pair in zip(*map(jax.tree.leaves, (found, expected)), strict=True)]
     ).max()
-
-
-RENAMED = {"out_shape": "out_type", "scratch_shapes": "scratch_types"}
-"""Arguments of Pallas' kernels for Mosaic GPU: {as tokamax 0.0.12 has them: in JAX 0.11.2}."""
-
-
-@functools.cache
-def import_tokamax() -> tuple[Any, str | None]:
-    """Returns tokamax, or the reason why it cannot be imported."""
-    if importlib.util.find_spec("xprof") is None:
-        # Its own benchmarks want that, nothing here does.
-        for name in ("xprof", "xprof.cli", "xprof.cli.tools"):
-            sys.modules[name] = types.ModuleType(name)
-        sys.modules["xprof.cli.tools"].get_kernel_stats_tool = None
-    try:
-        tokamax = importlib.import_module("tokamax")
-        # Or it would take this program's arguments for flags of its own.
-        importlib.import_module("absl.flags").FLAGS.mark_as_parsed()
-        pallas = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
-        pallas.kernel = by_old_names(pallas.kernel)
-        return tokamax, None
-    except Exception as error:  # whatever it raises beside a JAX that it does not know
-        return None, repr(error)[:300]
-
-
-def by_old_names(kernel: Callable) -> Callable:
-    """Returns the function, which takes arguments by what they were called before, too."""
-
-    @functools.wraps(kernel)
-    def called(*arguments, **named):
-        return kernel(*arguments, **{RENAMED.get(name, name): value for name, value in named.items()})
-
-    return called
 
 
 def programs(work: Workload, tiles: bool) -> tuple[dict[tuple[str, str], Any], dict[str, str]]:

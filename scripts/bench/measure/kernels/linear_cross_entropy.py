@@ -23,7 +23,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure.workload import Pace, Workload, import_tokamax
+from measure.workload import Pace, Workload
+from peers.tokamax_beside_jax import import_tokamax
 
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.shapes import CPU, GPU, Shape
