@@ -39,7 +39,7 @@ def workload(bench):
 
 @pytest.fixture
 def tokamax(bench):
-    return bench("peers.tokamax_beside_jax")
+    return bench("measure.tokamax_beside_jax")
 
 
 def measured(workload, work, **options):

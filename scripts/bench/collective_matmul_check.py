@@ -293,7 +293,8 @@ def main() -> int:
         lines.append(case | {"good": good} | line)
         print(json.dumps(lines[-1]), flush=True)
     good = all(line["good"] for line in lines)
-    print(json.dumps({"good": good, "repeats": options.repeats, "checked": lines}), flush=True)
+    found = {"good": good, "repeats": options.repeats, "checked": lines}
+    print(json.dumps(found | harness.provenance()), flush=True)
     return int(not good)
 
 

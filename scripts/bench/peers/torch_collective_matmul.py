@@ -103,7 +103,8 @@ def run(rank: int, devices: int, shapes: dict, port: int, results) -> None:
                         watts[kind].append(used.watts)
             found[name][regime] = {kind: told(times[kind], watts[kind], devices) for kind in calls}
     if rank == 0:
-        results.put(found | {"torch": torch.__version__})
+        device = {"kind": torch.cuda.get_device_name(0), "count": devices}
+        results.put(found | {"device": device, "versions": {"torch": torch.__version__}})
     dist.destroy_process_group()
 
 

@@ -126,7 +126,8 @@ class Kernels(Overlap):
     def found(self, setup, done):
         said = {name: said_by(setup, name, setup.blocks(name)) for name in ROWS if name in OF_OVERLAP}
         said[self.name] = said_by(setup, self.name, done)
-        return overlap.measured({name: of for name, of in said.items() if of}, self.gpus) | {"spread": None}
+        found = overlap.measured({name: of for name, of in said.items() if of}, self.gpus)
+        return {what: value for what, value in found.items() if value is not None} | {"spread": None}
 
 
 def searched(*cases: str, seconds: float) -> overlap.Callable:

@@ -31,8 +31,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from measure.tokamax_beside_jax import import_tokamax, reason
 from measure.workload import Pace, Workload, on
-from peers.tokamax_beside_jax import import_tokamax, reason
 
 from jaxthru.models import fp8
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer

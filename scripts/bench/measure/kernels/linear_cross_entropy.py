@@ -23,8 +23,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from measure.tokamax_beside_jax import import_tokamax
 from measure.workload import Pace, Workload
-from peers.tokamax_beside_jax import import_tokamax
 
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.shapes import CPU, GPU, Shape
