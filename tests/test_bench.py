@@ -416,6 +416,10 @@ def test_what_ended_a_block_is_told_not_what_cuda_said_afterwards(bench):
     said = ["RESOURCE_EXHAUSTED", *["E1 cuda_executor.cc:313] [1] Failed to unload module 0x7; leaking"] * 40]
     found = bench("blocks").run_block(["bash", "-c", f"printf '%s\\n' {shlex.join(said)} >&2; exit 1"], "0")
     assert found["error"] == "exit code 1: RESOURCE_EXHAUSTED"
+    found = bench("blocks").run_block(["bash", "-c", f"echo {shlex.quote(said[1])} >&2; exit 1"], "0")
+    assert found["error"] == f"exit code 1: {said[1]}", "where it said nothing else"
+    found = bench("blocks").run_block(["echo", json.dumps({"reason": said[1]})], "0")
+    assert found["line"] == {"reason": said[1]}
 
 
 def test_a_block_whose_last_line_is_no_result_is_one_that_failed(bench):

@@ -41,7 +41,8 @@ SMALLEST_GAP_FIRST = {"xla_gpu_enable_allocator_spatial_partitioning": "false"}
 them. A batch that is placed while a step has its temporaries lies right behind them; the next step's metrics
 then take the first bytes of the temporaries' gap, which they no longer fit, however much is free behind the
 batch. So Qwen3-30B-A3B ran out of memory in its third step over two H200s: 41 GiB were wanted, 44 free. With
-this off, a small array takes the smallest gap that holds it."""
+this off, a small array takes the smallest gap that holds it. Memory for collectives of its own, of which
+nothing here has any, then comes from another allocator."""
 
 OWN_FLAGS = {
     name: f"--{name}={value}" for name, value in (NO_COLLECTIVE_KERNELS | SMALLEST_GAP_FIRST).items()

@@ -41,7 +41,7 @@ def resident(session: int) -> dict[str, float]:
     return {"gib": round(pages * resource.getpagesize() / 2**30, 1)} if pages else {}
 
 
-AT_THE_END = re.compile(r"Failed to (destroy|unload)|Source Location Trace|^external/xla")
+AT_THE_END = re.compile(r"cuda_\w+\.cc:\d+\].*Failed to (destroy|unload)|^=== Source Location|^external/xla")
 """Of XLA's lines while CUDA is already gone, hundreds of which would hide what ended a process."""
 
 
@@ -70,9 +70,8 @@ def run_block(command: list[str], gpu: str, limit: float | None = None) -> dict:
         lines, said = [], []
         for file, into in ((output, lines), (errors, said)):
             file.seek(0)
-            into += [
-                line for line in file.read().splitlines() if line.strip() and not AT_THE_END.search(line)
-            ]
+            into += [line for line in file.read().splitlines() if line.strip()]
+    said = [line for line in said if not AT_THE_END.search(line)] or said
     used = {"host_gib": host.most.get("gib")}
     if not late and block.returncode == 0 and lines:
         try:

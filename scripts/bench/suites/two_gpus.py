@@ -17,7 +17,7 @@ layers ran 436 T a second, with nothing computed again.
     fsdp           3 × 2.8 GB: gathered forward and backward,  3 × 10 behind     1.00 of one GPU   0.951
                    scattered; 2 × where kept                   397
     fsdp, copies   the same, by copy engines                   the same          1.00              0.981
-    fsdp_1b        3 × 1.2 GB                                  3 × 4.5 behind    1.00              0.975
+    fsdp_1b        3 × 1.2 GB                                  3 × 4.5 behind    1.00              not run
                                                                459
     tensor         8 layers × (4 forward, 6 backward) × 67 MB  20, exposed 19    1.089 × plain     1.071
                                                                of 234 by plain
@@ -64,7 +64,7 @@ WHOLE = f"{MOE} train.microbatches=1 offload.level=none offload.fraction=1.0 rem
 @dataclasses.dataclass(frozen=True)
 class Pairs(InTurns):
     """Steps in turns that end by `seconds`, with the tiles that were found before. ratios: (what, a, b), of
-    contenders the rate of a over that of b; a contender `alone` is both GPUs together. gemm: whether the
+    contenders the rate of a over that of b; `alone@alone` is both GPUs together. gemm: whether the
     sustained product is measured beside it."""
 
     documents: int = 12

@@ -144,7 +144,7 @@ def tuned_by_tokamax(tokamax, call, arguments: tuple) -> str | None:
         # Of another function: of this one JAX would keep what it has traced before anything was chosen.
         for bound in tokamax.autotuning.get_bound_args(lambda *given: call(*given), *arguments):
             if bound.arguments["return_residuals"]:
-                continue  # is there for its gradients alone, for which XLA leaves it out
+                continue  # the forward product of gradients, which XLA leaves out
             tiles = {
                 config
                 for config in bound.autotuning_configs
@@ -153,7 +153,7 @@ def tuned_by_tokamax(tokamax, call, arguments: tuple) -> str | None:
                 and config.grid_tile_width in (4, 8)
             }
             found = bound.cached_autotuning_data or bound.autotune(tiles | {bound.heuristics_config})
-            assert found.fastest_config  # it raises if all have failed
+            found.fastest_config  # noqa: B018  # raises if all have failed
     except Exception as error:  # must not cost the others' results
         return reason(error)
     return None
