@@ -46,7 +46,7 @@ def test_kernels_that_wait_for_peers_need_a_check_that_passed(suite, prepared, b
     (tmp_path / "two_gpus_check.json").unlink()
     refused = {name for name, row in suite.ROWS.items() if row.refuses(prepared)}
     assert refused == {"tune_model", "tensor", "tune", "tuned"}
-    assert {"fsdp", "fsdp_1b", "fsdp_0_6b"} == {
+    assert {"fsdp"} == {
         n for n, r in suite.ROWS.items() if r.refuses(dataclasses.replace(prepared, old=None))
     } - refused
 

@@ -44,9 +44,7 @@ batch. So Qwen3-30B-A3B ran out of memory in its third step over two H200s: 41 G
 this off, a small array takes the smallest gap that holds it. Memory for collectives of its own, of which
 nothing here has any, then comes from another allocator."""
 
-OWN_FLAGS = {
-    name: f"--{name}={value}" for name, value in (NO_COLLECTIVE_KERNELS | SMALLEST_GAP_FIRST).items()
-}
+OWN_FLAGS = tuple(f"--{name}={value}" for name, value in (NO_COLLECTIVE_KERNELS | SMALLEST_GAP_FIRST).items())
 """What `configure` adds to XLA_FLAGS where those do not name it: for all programs of a process, a notebook's
 and a sampler's too. Steps and evaluations are compiled without collective kernels besides: XLA reads its
 flags once, and may have done so before."""
@@ -82,7 +80,7 @@ def configure(writes_to_peers: bool = False) -> None:
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
     flags = given_flags()
     check_flags(flags)
-    ours = (own for name, own in OWN_FLAGS.items() if f"--{name}" not in flags)
+    ours = (own for own in OWN_FLAGS if own.partition("=")[0] not in flags)
     os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *ours])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # small ones add up to seconds too
     _count_compilations()

@@ -255,8 +255,8 @@ def commit() -> str | None:
 
 def command() -> str:
     """Returns what to type to run this again, with the XLA_FLAGS that it was given."""
-    own = getattr(sys.modules.get("jaxthru.runtime.xla"), "OWN_FLAGS", {})  # none where JAX was not loaded
-    flags = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag not in own.values())
+    own = getattr(sys.modules.get("jaxthru.runtime.xla"), "OWN_FLAGS", ())  # none where JAX was not loaded
+    flags = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag not in own)
     return (f"XLA_FLAGS={shlex.quote(flags)} " if flags else "") + shlex.join(["python", *sys.argv])
 
 

@@ -5,7 +5,7 @@ import sys
 
 import blocks
 import comparison
-from suites.rows import Bar, Block, Row, lines_of
+from suites.rows import Bar, Block, Row, Setup, lines_of
 
 KEPT = "remat.keep_parameters=true"
 FSDP = "mesh.fsdp=2,train.rows=4"
@@ -25,6 +25,11 @@ def both(*names: str) -> tuple[str, ...]:
     return tuple(f"{name}{side}={PAIRS[name]}" for name in names for side in ("@old", ""))
 
 
+def lacks_old(setup: Setup) -> str:
+    """Returns what a row of two commits says where there is one; empty where both are there."""
+    return "" if setup.old else "give the other commit's files with --old"
+
+
 @dataclasses.dataclass(frozen=True)
 class InTurns(Row):
     """Contenders of steps_in_turns.py. documents: in a row of random tokens. steps: of a turn. warmup:
@@ -42,7 +47,7 @@ class InTurns(Row):
         return [Block("in_turns", 1, self.seconds)]
 
     def refuses(self, setup):
-        return "" if setup.old else "give the other commit's files with --old"
+        return lacks_old(setup) if any("@old" in contender for contender in self.contenders) else ""
 
     def command(self, name, setup):
         script = [sys.executable, str(blocks.HERE / "measure" / "steps_in_turns.py"), *setup.words(self)]
@@ -80,7 +85,8 @@ class Compiled(Row):
     def wanted(self, done):
         return [Block(side, turn + 1, 60.0) for turn in range(self.rounds) for side in ("old", "new")]
 
-    refuses = InTurns.refuses
+    def refuses(self, setup):
+        return lacks_old(setup)
 
     def command(self, name, setup):
         script = [sys.executable, str(blocks.HERE / "measure" / "compile_time.py"), *setup.words(self)]
