@@ -152,6 +152,7 @@ def contenders(**microseconds: float) -> dict:
 
 def test_bars(bench):
     suite = bench("suites.overlap")
+    bars = bench("suites.overlap_bars")
     before, after = {"qkv_forward": contenders(plain=440.0, fused=400.0)}, {}
     after["qkv_forward"] = contenders(plain=440.0, fused=300.0, jax=310.0)
     after["down_backward"] = contenders(plain=100.0, fused=100.0)
@@ -187,7 +188,7 @@ def test_bars(bench):
     assert met["gate_forward, over plain, without a pause"] is None
     # What has been measured before it was tuned counts until then.
     untuned = {"forward": [{"cases": before}]}
-    assert suite.kernel(untuned, "qkv_forward", "plain", "in_bursts") == pytest.approx(1.1)
+    assert bars.kernel(untuned, "qkv_forward", "plain", "in_bursts") == pytest.approx(1.1)
 
 
 def test_cases_of_a_benchmark_that_was_cut_short_count(bench, tmp_path):
@@ -205,21 +206,22 @@ def test_cases_of_a_benchmark_that_was_cut_short_count(bench, tmp_path):
 
 def test_every_shape_has_to_be_no_slower_by_default(bench):
     suite = bench("suites.overlap")
+    bars = bench("suites.overlap_bars")
     both = ("forward", "backward")
-    assert {f"{n}_{way}" for n in suite.ISSUE + suite.NEW + suite.MODEL for way in both} == suite.EVERY
+    assert {f"{n}_{way}" for n in suite.ISSUE + suite.NEW + suite.MODEL for way in both} == bars.EVERY
 
     def said(microseconds: float, left_out: str = "") -> dict:
-        cases = {case: contenders(plain=100.0, dispatched=microseconds) for case in suite.EVERY - {left_out}}
+        cases = {case: contenders(plain=100.0, dispatched=microseconds) for case in bars.EVERY - {left_out}}
         for of in cases.values():
             for one in of["contenders"].values():
                 one["a_a_spread"] = 0.005
         return {"tuned": [{"cases": cases}]}
 
-    assert suite.never_slower(said(100.5)) > 1
-    assert suite.never_slower(said(102.0)) < 1
-    assert suite.never_slower(said(90.0, "qkv_forward")) is None
-    assert suite.never_slower(said(102.0, "qkv_forward")) < 1
-    assert suite.never_slower({}) is None
+    assert bars.never_slower(said(100.5)) > 1
+    assert bars.never_slower(said(102.0)) < 1
+    assert bars.never_slower(said(90.0, "qkv_forward")) is None
+    assert bars.never_slower(said(102.0, "qkv_forward")) < 1
+    assert bars.never_slower({}) is None
 
 
 def contender(module, seen: list, taken: int = 0):

@@ -48,6 +48,7 @@ from suites import overlap
 from suites.commits import FSDP, KEPT, SLOWER, TENSOR, InTurns, both
 from suites.experts_on_two import Experts, Skewed, on_two
 from suites.overlap import Overlap, said_by
+from suites.overlap_bars import kernels, measured
 from suites.rows import AUTO, Bar, Block, Row, Setup, lines_of
 
 from pallas_kernels.collective_matmul.shapes import GPU
@@ -116,7 +117,7 @@ class Kernels(Overlap):
     def found(self, setup, done):
         said = {name: said_by(setup, name, setup.blocks(name)) for name in ROWS if name in OF_OVERLAP}
         said[self.name] = said_by(setup, self.name, done)
-        found = overlap.measured({name: of for name, of in said.items() if of}, self.gpus)
+        found = measured({name: of for name, of in said.items() if of}, self.gpus)
         return {what: value for what, value in found.items() if value is not None} | {"spread": None}
 
 
@@ -227,7 +228,7 @@ ROWS = (
                        contenders=both("tensor", "tensor_fused"))}
     | of_overlap("tune", searched(*MISSED, seconds=160), 160, waits=True)
     | of_overlap("tuned", overlap.bench("forward", "backward", more=PRODUCTS, table=True), 300,
-                 *overlap.kernels("forward"), *overlap.kernels("backward"), waits=True)
+                 *kernels("forward"), *kernels("backward"), waits=True)
     | {"experts_12": Experts("Qwen3-30B-A3B, 12 layers, expert=2", "qwen3_30b_a3b_12layer", common=AUTO,
                              settings=RESIDENT,
                              bars=(Bar("of_one", 0.95, "{:.3g} × one GPU's tokens per second, a GPU"),),
