@@ -130,10 +130,12 @@ class Peers:
         return error
 
     def coordinator_lost(self) -> tuple[str, int] | None:
-        """Returns the line and the exit code of a lost coordinator, if it is that."""
+        """Returns the line and the exit code of a lost coordinator, if it is that: those of the fault that has
+        ended process 0, where this process has heard of it."""
         if coordinator_listens():
             return None
-        return Fault(0, self.host(0), PEER_LOST, "is lost: its coordinator is gone").line, PEER_LOST
+        fault = self.fault or Fault(0, self.host(0), PEER_LOST, "is lost: its coordinator is gone")
+        return fault.line, fault.code
 
     def go(self, code: int) -> NoReturn:
         """Ends this process, process 0 as the last: from its coordinator the others hear why."""
@@ -150,6 +152,8 @@ class Peers:
     def _go(self, code: int) -> NoReturn:
         self._done.set()
         if self.index:
+            # Process 0 may end as soon as it reads that this one goes, which JAX's client then aborts.
+            crashes.explain(signal.SIGABRT, lambda: os._exit(code))
             self._leave(GONE)
         else:
             until = time.monotonic() + LINGER_SECONDS

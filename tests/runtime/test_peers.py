@@ -1,6 +1,9 @@
 """What the processes of a run hear of each other, over a store that is a dict; for real: test_faults."""
 
 import contextlib
+import socket
+import subprocess
+import sys
 import time
 
 import jax
@@ -172,6 +175,29 @@ def test_who_a_fault_has_ended_while_process_0_was_stopped_is_lost(pair):
     second._leave(peers.GONE)
     until(lambda: first.went)
     assert (first.fault.process, first.fault.why) == (1, "has left the run")
+
+
+ABORTED_AS_IT_GOES = """
+import os, threading
+from jaxthru.runtime.peers import Peers
+
+one = object.__new__(Peers)
+one.index, one._done, one._leave = 1, threading.Event(), lambda how: os.abort()
+one.go(2)
+"""
+
+
+def test_who_goes_keeps_its_code_though_process_0_is_gone_first():
+    """JAX's client aborts a process whose coordinator has ended, which it may as soon as it hears of this."""
+    assert subprocess.run([sys.executable, "-c", ABORTED_AS_IT_GOES], check=False).returncode == 2
+
+
+def test_a_coordinator_that_a_fault_has_ended_is_not_the_cause(pair, monkeypatch):
+    _, second, _ = pair
+    monkeypatch.setattr(peers, "coordinator_listens", lambda: False)
+    assert second.coordinator_lost()[1] == 160
+    second.failed(InputError("no such mix"))
+    assert second.coordinator_lost() == (f"process 1 ({socket.gethostname()}) no such mix", 2)
 
 
 def test_who_has_left_is_not_lost(pair, monkeypatch):
