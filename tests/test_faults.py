@@ -11,8 +11,6 @@ import time
 import pytest
 from runs import Process, Workplace, kill, make_workplace, resumed_from
 
-from jaxthru.runtime import peers
-
 pytestmark = pytest.mark.slow(minutes=0.5)
 SOON = 30.0  # seconds from a fault to the end of all processes
 HOST = socket.gethostname()
@@ -109,7 +107,6 @@ def test_whatever_ends_a_run_the_same_command_goes_on(place):
         print(f"from step {saved}: process {victim} is {fault.__name__}")
         processes = place.start_job("run", 2, **ENDLESS)
         place.wait_for_step(processes[0], "run", saved + further)
-        time.sleep(peers.BEAT_SECONDS)  # until each has heard of the other's host
         outputs = fault(place, processes, victim)
         assert resumed_from(outputs[0]) == saved
         assert not any("Traceback" in output for output in outputs), outputs

@@ -130,7 +130,7 @@ class Peers:
         return error
 
     def coordinator_lost(self) -> tuple[str, int] | None:
-        """Returns the line and the exit code of a lost coordinator, if it is that: those of the fault that has
+        """Returns the line and the exit code of a lost coordinator, if it is that: those of a fault that has
         ended process 0, where this process has heard of it."""
         if coordinator_listens():
             return None
@@ -181,7 +181,7 @@ class Peers:
 
     def _beat(self) -> None:
         number, mean, pulses = 0, "", self.index == 0
-        while not self._done.wait(BEAT_SECONDS):
+        while not self._done.wait(BEAT_SECONDS if number else BEAT_SECONDS / 10):  # the hosts are known soon
             number += 1
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # the silence is noticed
                 seconds, steps = self._host_seconds, self._steps
