@@ -12,7 +12,6 @@ import math
 import os
 import signal
 import socket
-import statistics
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from jaxthru.runtime.distributed import (
 )
 from jaxthru.runtime.errors import Fault, PeerError, ending, may_be_anothers
 from jaxthru.runtime.exit_codes import CANNOT_GO_ON, PEER_LOST
+from jaxthru.runtime.host_seconds import HostSeconds, slowest
 
 BEAT_SECONDS = 2.0
 LOST_BEATS = 9
@@ -50,8 +50,6 @@ LINGER_SECONDS = 6.0
 LEFT, GONE = "left", "gone"
 """What a process says last: it has done its part, or a fault ended it, maybe while process 0 was stopped."""
 LEFT_THE_RUN = "has left the run"
-SLOWEST_FIELDS = ("slowest_process", "slowest_process_seconds", "median_process_seconds")
-"""What a row of metrics says of the processes of a run, if there are several."""
 
 
 class Peers:
@@ -66,10 +64,10 @@ class Peers:
         self.fault: Fault | None = None
         self._known, self._done = threading.Event(), threading.Event()
         self._heard, self._suspects, self._speaks = True, False, False
-        self._host_seconds, self._steps = 0.0, 0
+        self._host_seconds = HostSeconds()
         self._beats: dict[int, tuple[str, int]] = {}  # what each said last, and how many beats ago
         self._hosts: dict[int, str] = {}
-        self._slowest: dict[str, Any] = dict.fromkeys(SLOWEST_FIELDS)
+        self._slowest: dict[str, Any] = slowest({})
         self._set(f"hosts/{self.index}", socket.gethostname())
         self._pulses = None if self.index else pulse.Pulses()
         if self._pulses:
@@ -94,7 +92,7 @@ class Peers:
 
     def note(self, seconds: float) -> None:
         """Takes the seconds of a step in which this process's host did not wait for its devices."""
-        self._host_seconds, self._steps = self._host_seconds + seconds, self._steps + 1
+        self._host_seconds.note(seconds)
 
     def slowest(self) -> dict[str, Any]:
         """Returns, in process 0, which process's host was the slowest of late, its seconds for a step, and
@@ -180,14 +178,12 @@ class Peers:
         return self.fault
 
     def _beat(self) -> None:
-        number, mean, pulses = 0, "", self.index == 0
+        number, pulses = 0, self.index == 0
         while not self._done.wait(BEAT_SECONDS if number else BEAT_SECONDS / 10):  # the hosts are known soon
             number += 1
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # the silence is noticed
-                seconds, steps = self._host_seconds, self._steps
-                self._host_seconds, self._steps = 0.0, 0
-                mean = f"{seconds / steps:.6f}" if steps else mean
-                self._set(f"beats/{self.index}", f"{number} {int(self._suspects)} {mean}")
+                said = f"{number} {int(self._suspects)} {self._host_seconds.mean()}"
+                self._set(f"beats/{self.index}", said)
                 if said := try_get(f"{self._folder}fault"):
                     self._learn(Fault(**json.loads(said)))
                 if len(self._hosts) < self.count:
@@ -207,10 +203,7 @@ class Peers:
             ages[process] = text, age + 1 if text == before != LEFT else 0
         self._beats = ages
         said = {process: text.split() for process, text in texts.items()}
-        seconds = {process: float(words[2]) for process, words in said.items() if len(words) == 3}
-        slow = max(seconds, key=seconds.__getitem__, default=None)
-        median = statistics.median_low(seconds.values()) if seconds else None
-        self._slowest = dict(zip(SLOWEST_FIELDS, (slow, seconds.get(slow), median), strict=True))
+        self._slowest = slowest({process: float(words[2]) for process, words in said.items() if words[2:]})
         suspected = any(words[1:2] == ["1"] for words in said.values())
         limit, first = (SUSPECTED_BEATS,) * 2 if suspected else (LOST_BEATS, FIRST_BEATS)
         lost = {process: (math.inf, LEFT_THE_RUN) for process, text in texts.items() if text == GONE}

@@ -4,7 +4,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from jaxthru.runtime.peers import SLOWEST_FIELDS, NoPeers, Peers
+from jaxthru.runtime.host_seconds import SLOWEST_FIELDS
+from jaxthru.runtime.peers import NoPeers, Peers
 from jaxthru.training.metrics import Row
 
 log = logging.getLogger("jaxthru")
