@@ -62,7 +62,7 @@ class Peers:
         self._folder = f"jaxthru/peers/{Peers._made}/"
         self.index, self.count = jax.process_index(), jax.process_count()
         self.fault: Fault | None = None
-        self._known, self._done = threading.Event(), threading.Event()
+        self._known, self._done, self._saying = threading.Event(), threading.Event(), threading.Lock()
         self._heard, self._suspects, self._speaks = True, False, False
         self._host_seconds = HostSeconds()
         self._beats: dict[int, tuple[str, int]] = {}  # what each said last, and how many beats ago
@@ -95,8 +95,7 @@ class Peers:
         self._host_seconds.note(seconds)
 
     def slowest(self) -> dict[str, Any]:
-        """Returns, in process 0, which process's host was the slowest of late, its seconds for a step, and
-        the median process's; as fields of a row."""
+        """Returns, in process 0, what `host_seconds.slowest` does of the processes of late."""
         return self._slowest
 
     @contextlib.contextmanager
@@ -128,8 +127,7 @@ class Peers:
         return error
 
     def coordinator_lost(self) -> tuple[str, int] | None:
-        """Returns the line and the exit code of a lost coordinator, if it is that: those of a fault that has
-        ended process 0, where this process has heard of it."""
+        """Returns the line and the exit code of a lost coordinator, if it is that, or of a known fault."""
         if coordinator_listens():
             return None
         fault = self.fault or Fault(0, self.host(0), PEER_LOST, "is lost: its coordinator is gone")
@@ -182,8 +180,7 @@ class Peers:
         while not self._done.wait(BEAT_SECONDS if number else BEAT_SECONDS / 10):  # the hosts are known soon
             number += 1
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # the silence is noticed
-                said = f"{number} {int(self._suspects)} {self._host_seconds.mean()}"
-                self._set(f"beats/{self.index}", said)
+                self._say(f"{number} {int(self._suspects)} {self._host_seconds.mean()}")
                 if said := try_get(f"{self._folder}fault"):
                     self._learn(Fault(**json.loads(said)))
                 if len(self._hosts) < self.count:
@@ -254,7 +251,13 @@ class Peers:
         self._learn(fault)
 
     def _leave(self, how: str) -> None:
-        within(1.0, lambda: self._set(f"beats/{self.index}", how))
+        within(1.0, lambda: self._say(how))
+
+    def _say(self, text: str) -> None:
+        """Says how this process is. No beat takes the place of its last word."""
+        with self._saying:
+            if text in (LEFT, GONE) or not self._done.is_set():
+                self._set(f"beats/{self.index}", text)
 
     def _set(self, key: str, text: str) -> None:
         key_value_store().key_value_set(f"{self._folder}{key}", text, allow_overwrite=True)
