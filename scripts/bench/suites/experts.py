@@ -9,7 +9,7 @@ import harness
 from suites.commits import InTurns
 from suites.expert_products import Calls, Float8, Float8Layers, Layers, TunedTiles
 from suites.race import Race
-from suites.rows import AUTO, TINY, Bar, Block, Row, lines_of, rate
+from suites.rows import AUTO, TINY, TINY_EXPERTS, Bar, Block, Row, lines_of, rate
 
 
 def over(what: str, other: str, value: float, stretch: float | None = None, of: str = "") -> Bar:
@@ -22,9 +22,7 @@ class Whole(Race):
     GPU."""
 
     own: str = "jaxthru_packed"
-    small: str = (
-        f"{TINY} model.experts=4 model.top_k=2 model.expert_mlp=64 offload.level=none kernels.attention=auto"
-    )
+    small: str = TINY_EXPERTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +35,6 @@ class Balance(InTurns):
     timed: float = 20.0
     seconds: float = 170.0
     small: str = Whole.small
-
-    def refuses(self, setup):
-        return ""
 
     def found(self, setup, done):
         found = super().found(setup, done)

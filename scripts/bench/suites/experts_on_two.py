@@ -5,7 +5,7 @@ import statistics
 import sys
 
 import blocks
-from suites.rows import TINY, Block, Row, Setup, lines_of
+from suites.rows import TINY_EXPERTS, Block, Row, Setup, lines_of
 
 
 def on_two(setup: Setup, words: list[str], devices: int = 2, memory: float = 0.96) -> list[str]:
@@ -32,9 +32,7 @@ class Experts(Row):
     seconds: float = 90.0
     gpus: int = 2
     products = ()
-    small: str = (
-        f"{TINY} model.experts=4 model.top_k=2 model.expert_mlp=64 offload.level=none kernels.attention=auto"
-    )
+    small: str = TINY_EXPERTS
 
     def wanted(self, done):
         alone = [Block("alone", turn, self.seconds, "each") for turn in (1, 2)] if self.alone else []
@@ -63,10 +61,9 @@ class Experts(Row):
         )
         if not pair:
             return {}
-        found = {"spread": None, "of_a_gpu": pair[0] / self.gpus}
         apart = abs(alone[0] - alone[1]) / statistics.fmean(alone) if len(alone) > 1 else None
         one = {"of_one": pair[0] / self.gpus / statistics.fmean(alone)} if alone else {}
-        return found | one | {"spread": apart}
+        return {"of_a_gpu": pair[0] / self.gpus} | one | {"spread": apart}
 
 
 class Skewed(Experts):

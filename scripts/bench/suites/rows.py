@@ -21,6 +21,10 @@ TINY = (
     "model.vocabulary=8192 data.sequence=128 train.rows=2 train.microbatches=1 data.groups=1"
 )
 """Settings that make any row one for a CPU."""
+TINY_EXPERTS = (
+    f"{TINY} model.experts=4 model.top_k=2 model.expert_mlp=64 offload.level=none kernels.attention=auto"
+)
+"""The same for one of a mixture of experts."""
 SEVERAL = ("precision.compute=float32",)
 """And of several devices: on a CPU XLA has no sums of bfloat16 over them."""
 
