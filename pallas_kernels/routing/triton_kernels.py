@@ -245,7 +245,8 @@ def dispatch(
     for k in tl.static_range(K):
         row_B = tl.load(inverse + token_B * K + k, mask=exists_B, other=0)
         has_BD = (exists_B & (row_B < sized_1))[:, None] & (column_D < D)[None, :]
-        tl.store(y + row_B.to(tl.int64)[:, None] * D + column_D[None, :], x_BD, mask=has_BD)
+        to_BD = row_B.to(tl.int64)[:, None] * D + column_D[None, :]
+        tl.store(y + to_BD, x_BD, mask=has_BD, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -266,4 +267,6 @@ def combine(
         at_BD = row_B.to(tl.int64)[:, None] * D + column_D[None, :]
         sum_BD += tl.load(y + at_BD, mask=has_BD, other=0.0).to(tl.float32)
     to_BD = token_B.to(tl.int64)[:, None] * D + column_D[None, :]
-    tl.store(x + to_BD, sum_BD.to(x.dtype.element_ty), mask=exists_B[:, None] & (column_D < D)[None, :])
+    x_BD = sum_BD.to(x.dtype.element_ty)
+    mask_BD = exists_B[:, None] & (column_D < D)[None, :]
+    tl.store(x + to_BD, x_BD, mask=mask_BD, eviction_policy="evict_first")
