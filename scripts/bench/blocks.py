@@ -41,7 +41,10 @@ def resident(session: int) -> dict[str, float]:
     return {"gib": round(pages * resource.getpagesize() / 2**30, 1)} if pages else {}
 
 
-AT_THE_END = re.compile(r"cuda_\w+\.cc:\d+\].*Failed to (destroy|unload)|^=== Source Location|^external/xla")
+AT_THE_END = re.compile(
+    r"cuda_\w+\.cc:\d+\].*(Failed to destroy|Failed to unload|Error destroying)"
+    r"|^=== Source Location|^external/xla"
+)
 """Of XLA's lines while CUDA is already gone, hundreds of which would hide what ended a process."""
 
 

@@ -24,8 +24,8 @@ layers ran 436 T a second, with nothing computed again.
     tuned          33.5 or 67 MB, a gather's backward twice    84 or 168 by TMA  of each case, in its record
     experts_12     12 layers × 4 × 134 MB                      23 of 478, in     1.00; 0.95 if     not run
                                                                2 chunks          all exposed
-    experts_whole  48 layers × 6 × 134 MB; forward is          140 of 2,030, in  16,100 tokens/s   not run
-                   computed again, 865 TFLOP; 97 GiB of        2 chunks: 27 ms
+    experts_whole  48 layers × 6 × 134 MB; forward is          140 of 2,030, in  16,100 tokens/s   12,003 at
+                   computed again, 865 TFLOP; 97 GiB of        2 chunks: 27 ms                    8 rows
                    state read and written, 43 ms; 131 GiB of   exposed by its
                    134 as compiled, of which 30 are gradients  schedule
     experts_skewed 0.6 × the experts' 89 TFLOP of a GPU more   107 on 478        1.00 of that      not run
