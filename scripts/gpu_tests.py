@@ -4,13 +4,16 @@ On a machine with a GPU, `run` leaves a report of each file; where the repositor
 
     python scripts/gpu_tests.py run --commit 0123abc gpu_reports
     python scripts/gpu_tests.py run --commit 0123abc --several gpu_reports    # files with cases for two GPUs
+    python scripts/gpu_tests.py run --commit 0123abc --at-once 4 gpu_reports tests/kernels/test_*.py
     python scripts/gpu_tests.py write gpu_reports
 """
 
 import argparse
 import ast
 import collections
+import concurrent.futures
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -50,23 +53,35 @@ def files(root: Path, mark: str = "gpu") -> list[str]:
     return [str(path.relative_to(root)) for path in sorted(root.glob("tests/**/test_*.py")) if marked(path)]
 
 
-def run(folder: Path, commit: str, chosen: list[str]) -> int:
-    """Runs each file by itself, so that one that is cut short takes no other's report along."""
+def run(folder: Path, commit: str, chosen: list[str], at_once: int = 1) -> int:
+    """Runs each file by itself, so that one that is cut short takes no other's report along.
+
+    at_once: files, which share the GPU's memory. What one says is shown when it has ended.
+    """
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     devices = collections.Counter(listed.splitlines())
     of = " and ".join(f"{count} × {name}" if count > 1 else name for name, count in devices.items())
     told = {"commit": commit, "device": of, "jax": importlib.metadata.version("jax")}
     folder.mkdir(parents=True, exist_ok=True)
-    codes = []
-    for file in chosen:
+    share = {"XLA_CLIENT_MEM_FRACTION": f"{0.9 / at_once:.3f}"} if at_once > 1 else {}
+
+    def test(file: str) -> int:
         report = folder / (re.sub(r"\W+", "-", file) + ".xml")
         report.unlink(missing_ok=True)  # of an earlier run
         command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", "gpu", "-ra", "--durations=5"]
-        codes.append(subprocess.run([*command, f"--junitxml={report}", file], cwd=ROOT).returncode)
+        kept = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} if share else {}
+        ran = subprocess.run(
+            [*command, f"--junitxml={report}", file], cwd=ROOT, env=os.environ | share, **kept
+        )
+        if share:
+            print(ran.stdout, flush=True)
         if report.exists():
             note(report, told)
-    return int(any(codes))  # a process that a signal ended has a negative one
+        return ran.returncode
+
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        return int(any(list(pool.map(test, chosen))))  # a process that a signal ended has a negative one
 
 
 def note(report: Path, told: dict[str, str]) -> None:
@@ -147,12 +162,13 @@ def main() -> int:
     running.add_argument("files", nargs="*", help="or FILE::TEST; by default all")
     several = "by default the files with cases of several GPUs, whose other cases run too"
     running.add_argument("--several", action="store_true", help=several)
+    running.add_argument("--at-once", type=int, default=1, help="files, which share the GPU; default 1")
     writing = commands.add_parser("write", help="take up reports into CONTRIBUTING.md")
     writing.add_argument("folder", type=Path, nargs="?", help="of the reports; without, new files are listed")
     given = parser.parse_args()
     if given.command == "run":
         chosen = given.files or files(ROOT, SEVERAL if given.several else "gpu")
-        return run(given.folder, given.commit, chosen)
+        return run(given.folder, given.commit, chosen, given.at_once)
     reports = sorted(given.folder.glob("*.xml")) if given.folder else []
     text = rewritten(KEPT.read_text(encoding="utf-8"), read(reports), files(ROOT))
     KEPT.write_text(text, encoding="utf-8")

@@ -85,20 +85,23 @@ def test_a_file_may_have_run_in_parts(script, tmp_path):
     assert cases == [(ONE, "1 of 4 failed at 1a"), (ONE, f"2 skipped: {WHY}")]
 
 
-def test_a_run_notes_its_code_and_devices(script, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("at_once", "share"), [(1, None), (4, "0.225")])
+def test_a_run_notes_its_code_and_devices(at_once, share, script, monkeypatch, tmp_path):
     made, ran = script("gpu_tests"), []
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
 
-    def run(command, **_):
+    def run(command, env=None, **_):
         if command[0] == "nvidia-smi":
             return SimpleNamespace(stdout="NVIDIA H200\nNVIDIA H200\n")
         (path,) = (Path(word.split("=")[1]) for word in command if word.startswith("--junitxml="))
         ran.append(command[-1])
+        assert env.get("XLA_CLIENT_MEM_FRACTION") == share
         path.write_text(report("1a", (ONE, "passed"))[0])
-        return SimpleNamespace(returncode=-9 * (len(ran) % 2))
+        return SimpleNamespace(returncode=-9 * (len(ran) % 2), stdout="")
 
     monkeypatch.setattr(made.subprocess, "run", run)
     parts = [f"{ONE}::test_a[b, c]", f"{ONE}::test_d"]
-    assert made.run(tmp_path / "reports", "3c", parts) == 1 and ran == parts
+    assert made.run(tmp_path / "reports", "3c", parts, at_once) == 1 and sorted(ran) == parts
     (row,) = made.read(sorted((tmp_path / "reports").glob("*.xml")))
     jax = importlib.metadata.version("jax")
     assert row == (ONE, "2 passed", "2026-11-01, 3c", f"2 × NVIDIA H200, JAX {jax}")

@@ -7,8 +7,10 @@ import sys
 import blocks
 from suites.rows import TINY_EXPERTS, Block, Row, Setup, lines_of
 
+from jaxthru.runtime.xla import MEMORY_FRACTION
 
-def on_two(setup: Setup, words: list[str], devices: int = 2, memory: float = 0.96) -> list[str]:
+
+def on_two(setup: Setup, words: list[str], devices: int = 2, memory: float = MEMORY_FRACTION) -> list[str]:
     """Returns a command line with what it needs of its environment; for --tiny, with devices of the CPU.
     memory: the share that XLA takes; less where CUDA loads all code at its start."""
     if not setup.tiny:
@@ -23,6 +25,7 @@ class Experts(Row):
     """A mixture whose experts lie on two GPUs, beside single GPUs that each train alone at the same time, a
     process each. pair: settings of the two. smaller: over these, where a step with these does not run. alone:
     whether one GPU can hold it. steps: to warm up with and to time, in place of seconds. seconds: of a block.
+    memory: see `on_two`.
     """
 
     pair: str = ""
@@ -30,6 +33,7 @@ class Experts(Row):
     alone: bool = True
     steps: tuple[int, int] = ()
     seconds: float = 90.0
+    memory: float = MEMORY_FRACTION
     gpus: int = 2
     products = ()
     small: str = TINY_EXPERTS
@@ -48,7 +52,7 @@ class Experts(Row):
         timing = ["--steps", "1", "3"] if setup.tiny else timing
         script = [sys.executable, str(blocks.HERE / "measure" / "step.py"), *setup.words(row)]
         words = [*script, "--packed-rows", rows, "--keep-compiled", *timing]
-        return on_two(setup, words, 1 if name == "alone" else 2)
+        return on_two(setup, words, 1 if name == "alone" else 2, self.memory)
 
     def check(self, setup):
         setup.config(self)
