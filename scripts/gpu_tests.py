@@ -4,7 +4,7 @@ On a machine with a GPU, `run` leaves a report of each file; where the repositor
 
     python scripts/gpu_tests.py run --commit 0123abc gpu_reports
     python scripts/gpu_tests.py run --commit 0123abc --several gpu_reports    # files with cases for two GPUs
-    python scripts/gpu_tests.py run --commit 0123abc --at-once 4 gpu_reports tests/kernels/test_*.py
+    python scripts/gpu_tests.py run --commit 0123abc --at-once 2 gpu_reports FILE FILE
     python scripts/gpu_tests.py write gpu_reports
 """
 
@@ -56,7 +56,9 @@ def files(root: Path, mark: str = "gpu") -> list[str]:
 def run(folder: Path, commit: str, chosen: list[str], at_once: int = 1) -> int:
     """Runs each file by itself, so that one that is cut short takes no other's report along.
 
-    at_once: files, which share the GPU's memory. What one says is shown when it has ended.
+    at_once: how many files run beside each other, for most of their time goes into compiling. Each has a
+    share of the GPU's memory, of which some is left for processes that tests start. What a file says is shown
+    when it has ended.
     """
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -64,17 +66,18 @@ def run(folder: Path, commit: str, chosen: list[str], at_once: int = 1) -> int:
     of = " and ".join(f"{count} × {name}" if count > 1 else name for name, count in devices.items())
     told = {"commit": commit, "device": of, "jax": importlib.metadata.version("jax")}
     folder.mkdir(parents=True, exist_ok=True)
-    share = {"XLA_CLIENT_MEM_FRACTION": f"{0.9 / at_once:.3f}"} if at_once > 1 else {}
+    environment, shared = dict(os.environ), at_once > 1
+    if shared:
+        environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # its old name; JAX refuses both at once
+        environment["XLA_CLIENT_MEM_FRACTION"] = f"{0.6 / at_once:.3f}"
 
     def test(file: str) -> int:
         report = folder / (re.sub(r"\W+", "-", file) + ".xml")
         report.unlink(missing_ok=True)  # of an earlier run
         command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", "gpu", "-ra", "--durations=5"]
-        kept = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} if share else {}
-        ran = subprocess.run(
-            [*command, f"--junitxml={report}", file], cwd=ROOT, env=os.environ | share, **kept
-        )
-        if share:
+        kept = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} if shared else {}
+        ran = subprocess.run([*command, f"--junitxml={report}", file], cwd=ROOT, env=environment, **kept)
+        if shared:
             print(ran.stdout, flush=True)
         if report.exists():
             note(report, told)
@@ -162,11 +165,13 @@ def main() -> int:
     running.add_argument("files", nargs="*", help="or FILE::TEST; by default all")
     several = "by default the files with cases of several GPUs, whose other cases run too"
     running.add_argument("--several", action="store_true", help=several)
-    running.add_argument("--at-once", type=int, default=1, help="files, which share the GPU; default 1")
+    running.add_argument("--at-once", type=int, default=1, help="how many files share the GPU; default 1")
     writing = commands.add_parser("write", help="take up reports into CONTRIBUTING.md")
     writing.add_argument("folder", type=Path, nargs="?", help="of the reports; without, new files are listed")
     given = parser.parse_args()
     if given.command == "run":
+        if given.several and given.at_once > 1:
+            parser.error("--several: its kernels wait for their peers, so nothing runs beside them")
         chosen = given.files or files(ROOT, SEVERAL if given.several else "gpu")
         return run(given.folder, given.commit, chosen, given.at_once)
     reports = sorted(given.folder.glob("*.xml")) if given.folder else []

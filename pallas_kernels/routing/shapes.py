@@ -29,6 +29,8 @@ CPU = {
 GPU = {
     "odd": Shape(1031, 60, 4, 200),
     "most": Shape(1000, 512, 8, 256),
+    "three_quarters": Shape(257, 16, 4, 2880),
+    "in_parts": Shape(257, 16, 4, 5120),
     "mixtral": Shape(16_384, 8, 2, 4096, 0.0),
     "olmoe": Shape(16_384, 64, 8, 2048, 0.0),
     "qwen3_30b": Shape(16_384, 128, 8, 2048, 0.0),

@@ -13,9 +13,9 @@ router, sort and rows of a layer with their gradients: 2.23 ms when rows there t
 order, 1.88 by token (predicted 1.7); 1.86 with the weights' gradient in a kernel of 25 us in place of 22 of
 XLA's (predicted 1.79). By a trace the choice took 73 us when each weight was a sum over all scores, and 39
 since it is loaded.
-At half as many entries of rows at once, written as the first to leave the L2 cache, which they do not fit:
-rows there 335 us for 343, rows back 287 for 296 (the best of some 40 settings of each); predicted for a
-layer's router, sort and rows, at 1.75 ms before: 1.71.
+Rows of 2,048 at half as many entries at once, written as the first to leave the L2 cache, into which these do
+not fit: there 335 us for 343, back 287 for 296, the best of some 40 settings of each, none tried
+on AMD's; router, sort and rows of a layer 1.73 ms for 1.75 (predicted 1.71).
 """
 
 import functools
@@ -33,7 +33,7 @@ AT_ONCE = {"route": 4096, "route_back": 2048}  # scores of a program; more would
 MOST_EXPERTS = 2048
 RANKED = 128  # assignments that are ranked against each other
 SUMMED = 4096  # counts that a program of the sums has at once
-ENTRIES = 2048  # of rows that a program moves at once
+ENTRIES = 2048  # of rows that a program moves at once, or of one row's part
 WARPS = {"dispatch": 8, "combine": 4}  # of such a program
 WIDEST = 4096  # of a row at once
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)

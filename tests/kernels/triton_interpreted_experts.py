@@ -28,7 +28,10 @@ from pallas_kernels.weighted_swiglu.shapes import CPU as SWIGLU
 
 # What Triton interprets takes time by the group: of 64, as of 512, most have no row.
 GROUPED = CPU | {"more_than_rows": Shape(40, 8, 8, 64)}
-ROUTED = routed_shapes.CPU | {"most": routed_shapes.Shape(18, 512, 8, 8, 0.0)}  # time by token and expert
+ROUTED = routed_shapes.CPU | {
+    "most": routed_shapes.Shape(18, 512, 8, 8, 0.0),  # time by token and expert
+    "in_parts": routed_shapes.Shape(3, 4, 2, 5000),  # rows wider than a program's part of them
+}
 TILES = Tile(16, 16, 16, 4, 1, 4), Tile(32, 16, 16, 4, 1, 1), Tile(16, 32, 32, 4, 1, 8)
 HOW = {"platform": "gpu"}
 

@@ -79,7 +79,7 @@ class Skewed(Experts):
     def command(self, name, setup):
         row = dataclasses.replace(self, settings=f"{self.settings} {self.pair}")
         script = [sys.executable, str(blocks.HERE / "measure" / "experts_skew.py"), *setup.words(row)]
-        return on_two(setup, [*script, *setup.seconds(10, 15)])
+        return on_two(setup, [*script, *setup.seconds(10, 15)], memory=self.memory)
 
     def found(self, setup, done):
         for line in lines_of(done, "skewed"):

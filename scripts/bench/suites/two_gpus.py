@@ -24,11 +24,11 @@ layers ran 436 T a second, with nothing computed again.
     tuned          33.5 or 67 MB, a gather's backward twice    84 or 168 by TMA  of each case, in its record
     experts_12     12 layers × 4 × 134 MB                      23 of 478, in     1.00; 0.95 if     not run
                                                                2 chunks          all exposed
-    experts_whole  48 layers × 6 × 134 MB; forward is          140 of 2,030, in  16,100 tokens/s   12,003 at
-                   computed again, 865 TFLOP; 97 GiB of        2 chunks: 27 ms                    8 rows
+    experts_whole  48 layers × 6 × 134 MB; forward is          140 of 2,030, in  16,100 tokens/s,  12,003 at
+                   computed again, 865 TFLOP; 97 GiB of        2 chunks: 27 ms   16 rows           8 rows
                    state read and written, 43 ms; 131 GiB as   exposed by its
-                   compiled, of which 30 are gradients, and    schedule
-                   3 or 4 more as run, of 138
+                   compiled, of which 30 are gradients; at     schedule
+                   8 rows 128.5, and 132.0 as run
     experts_skewed 0.6 × the experts' 89 TFLOP of a GPU more   107 on 478        1.00 of that      not run
 
 `tuned`, of the kernel in bursts over plain: bar (ceiling, of the last record): gather 28672 forward 1.08
@@ -240,6 +240,7 @@ ROWS = (
                                 "qwen3_30b_a3b_12layer", common=AUTO, pair=MOE, seconds=130,
                                 bars=(Bar("over_predicted", 1.05, "{:.3g} × the busier GPU's predicted time",
                                           most=True),))}
+    # 98 %, for 3.5 GiB more than compiled were taken at 8 rows; leaves 2.8 for CUDA's context and NCCL.
     | {"experts_whole": Experts("Qwen3-30B-A3B whole, expert=2, resident", "qwen3_30b_a3b", common="",
                                 bars=(Bar("of_a_gpu", 15_500, "{:,.0f} tokens/s a GPU"),), alone=False,
                                 pair=WHOLE, smaller="train.rows=8", steps=(2, 12), seconds=300, memory=0.98)}
