@@ -84,7 +84,8 @@ def run(folder: Path, commit: str, chosen: list[str], at_once: int = 1) -> int:
         return ran.returncode
 
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        return int(any(list(pool.map(test, chosen))))  # a process that a signal ended has a negative one
+        codes = list(pool.map(test, chosen))
+    return int(any(codes))  # a process that a signal ended has a negative one
 
 
 def note(report: Path, told: dict[str, str]) -> None:

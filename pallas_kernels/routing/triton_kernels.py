@@ -268,5 +268,5 @@ def combine(
         sum_BD += tl.load(y + at_BD, mask=has_BD, other=0.0).to(tl.float32)
     to_BD = token_B.to(tl.int64)[:, None] * D + column_D[None, :]
     x_BD = sum_BD.to(x.dtype.element_ty)
-    mask_BD = exists_B[:, None] & (column_D < D)[None, :]
-    tl.store(x + to_BD, x_BD, mask=mask_BD, eviction_policy="evict_first")
+    exists_BD = exists_B[:, None] & (column_D < D)[None, :]
+    tl.store(x + to_BD, x_BD, mask=exists_BD, eviction_policy="evict_first")
