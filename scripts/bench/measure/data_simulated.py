@@ -30,7 +30,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "study"))
 import data_model
 import harness
 import numpy as np
-from measure import data_services
+from measure import data_online_mix, data_services
 from measure.data_services import Calibrated
 
 TRAINERS, ROWS = 4, 8
@@ -63,7 +63,7 @@ def train(number: int, folder: Path, steps: int, period: float, barrier, told) -
     from absl import flags
 
     flags.FLAGS.mark_as_parsed()
-    with data_services.opened(folder, loaders=1) as data:
+    with data_online_mix.opened(folder, loaders=1) as data:
         mine = slice(number * ROWS, (number + 1) * ROWS)
         dataset = Timed(data.dataset(seed=0, rows=TRAINERS * ROWS, steps=steps, local_rows=mine))
         batches: Iterator = iter(grain.MapDataset.source(dataset).to_iter_dataset(data.read_options))
@@ -100,7 +100,7 @@ def run(folder: Path, steps: int, period: float) -> data_model.Found:
 
 def simulated(asked: list[list[list]], folder: Path, each: Calibrated, steps: int, period: float):
     """Returns what the simulation says. asked: the tasks of each part of each step."""
-    with data_services.opened(folder) as data:
+    with data_online_mix.opened(folder) as data:
         splits = dict(zip(data.names, (split.text for split, _ in data.train), strict=True))
     # A token worker goes from one task to the next without giving its core away: those of a fetch are one.
     beside = each.task / each.token
@@ -116,7 +116,7 @@ def simulated(asked: list[list[list]], folder: Path, each: Calibrated, steps: in
     )
     quantum = QUANTUM.get(os.sched_getscheduler(0), USUAL)
     setup = data_model.Setup(
-        trainers=TRAINERS, per_host=TRAINERS, rows=ROWS, sequence=data_services.SEQUENCE, period=period,
+        trainers=TRAINERS, per_host=TRAINERS, rows=ROWS, sequence=data_online_mix.SEQUENCE, period=period,
         steps=steps, cores=os.cpu_count(), quantum=quantum, apart=True, workers=1,
     )  # fmt: skip
 
@@ -154,8 +154,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     steps = WARM + 16 if arguments.tiny else arguments.steps
     with tempfile.TemporaryDirectory() as temporary:
         tiny = Path(temporary) if arguments.tiny else None
-        folder = data_services.corpus(tiny or data_services.CORPUS, arguments.tiny)
-        with data_services.opened(folder, loaders=1) as data:
+        folder = data_online_mix.corpus(tiny or data_online_mix.CORPUS, arguments.tiny)
+        with data_online_mix.opened(folder, loaders=1) as data:
             asked = data_services.tasks(data, ROWS, steps, TRAINERS)
         counted = 3 if arguments.tiny else 16
         before = calibrated(folder, counted, arguments.period)
