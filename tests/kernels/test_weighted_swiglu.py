@@ -7,17 +7,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.testing import CPU_TOLERANCE, GPU_TOLERANCE, assert_close, fresh_seed, has_gpu, normal
-from pallas_kernels.weighted_swiglu import OPERATION, weighted_swiglu
+from pallas_kernels.testing import CPU_TOLERANCE, GPU_TOLERANCE, assert_close, fresh_seed, has_gpu
+from pallas_kernels.weighted_swiglu import OPERATION, shapes, weighted_swiglu
 from pallas_kernels.weighted_swiglu.shapes import CPU, GPU
 
 needs_gpu = pytest.mark.skipif(not has_gpu((8, 0)), reason="needs an NVIDIA GPU of capability 8.0")
 
 
 def draw(shape: tuple[int, int], dtype=jnp.float32):
-    rng = np.random.default_rng(fresh_seed())
-    gate_up = 2 * normal(rng, (shape[0], 2, shape[1]), dtype)
-    return gate_up, normal(rng, shape[:1], jnp.float32), normal(rng, shape, dtype)
+    return shapes.draw(np.random.default_rng(fresh_seed()), shape, dtype)
 
 
 def run(gate_up, weights, dy, implementation: str | None = None) -> dict:

@@ -22,9 +22,9 @@ from pallas_kernels.routing import shapes as routed_shapes
 from pallas_kernels.routing import triton as routed
 from pallas_kernels.routing import triton_kernels as routed_kernels
 from pallas_kernels.testing import CPU_TOLERANCE, assert_close, fresh_seed, normal
+from pallas_kernels.weighted_swiglu import shapes as swiglu_shapes
 from pallas_kernels.weighted_swiglu import triton as swiglu
 from pallas_kernels.weighted_swiglu import triton_kernels as swiglu_kernels
-from pallas_kernels.weighted_swiglu.shapes import CPU as SWIGLU
 
 # What Triton interprets takes time by the group: of 64, as of 512, most have no row.
 GROUPED = CPU | {"more_than_rows": Shape(40, 8, 8, 64)}
@@ -125,9 +125,7 @@ def check_different(score: str, grouped: bool) -> None:
 
 def check_swiglu(shape: tuple[int, int], own: int | None = None) -> None:
     """own: rows that belong to groups, None all."""
-    rng = np.random.default_rng(fresh_seed())
-    gate_up, weights = normal(rng, (shape[0], 2, shape[1]), jnp.float32), normal(rng, shape[:1], jnp.float32)
-    dy = normal(rng, shape, jnp.float32)
+    gate_up, weights, dy = swiglu_shapes.draw(np.random.default_rng(fresh_seed()), shape)
 
     def run(implementation: str):
         sizes = None if own is None else jnp.array([own // 3, 0, own - own // 3], jnp.int32)
@@ -168,7 +166,7 @@ def main() -> None:
             check_different(score, False)
             check_different(score, True)
             print("ok different experts", score, flush=True)
-        for shape in SWIGLU.values():
+        for shape in swiglu_shapes.CPU.values():
             check_swiglu(shape)
             check_swiglu(shape, own=shape[0] // 2)
             print("ok swiglu", *shape, flush=True)
