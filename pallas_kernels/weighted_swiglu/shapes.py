@@ -1,5 +1,7 @@
-"""Named shapes of the experts' SwiGLU, [rows, width], which drive tests and benchmarks alike, and what tests
-draw for them."""
+"""Named shapes of the experts' SwiGLU, [rows, width], which drive tests and benchmarks alike.
+
+`draw` makes what tests give them.
+"""
 
 import jax
 import jax.numpy as jnp
