@@ -1,6 +1,6 @@
 """Named shapes of the experts' SwiGLU, [rows, width], which drive tests and benchmarks alike.
 
-`draw` makes what tests give them.
+`draw` makes the arrays.
 """
 
 import jax

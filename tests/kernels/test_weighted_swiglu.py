@@ -8,14 +8,14 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.testing import CPU_TOLERANCE, GPU_TOLERANCE, assert_close, fresh_seed, has_gpu
-from pallas_kernels.weighted_swiglu import OPERATION, shapes, weighted_swiglu
-from pallas_kernels.weighted_swiglu.shapes import CPU, GPU
+from pallas_kernels.weighted_swiglu import OPERATION, weighted_swiglu
+from pallas_kernels.weighted_swiglu.shapes import CPU, GPU, draw
 
 needs_gpu = pytest.mark.skipif(not has_gpu((8, 0)), reason="needs an NVIDIA GPU of capability 8.0")
 
 
-def draw(shape: tuple[int, int], dtype=jnp.float32):
-    return shapes.draw(np.random.default_rng(fresh_seed()), shape, dtype)
+def drawn(shape: tuple[int, int], dtype=jnp.float32):
+    return draw(np.random.default_rng(fresh_seed()), shape, dtype)
 
 
 def run(gate_up, weights, dy, implementation: str | None = None) -> dict:
@@ -45,13 +45,13 @@ def by_numpy(gate_up, weights, dy) -> dict:
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("name", CPU)
 def test_agrees_with_numpy(name, implementation):
-    given = draw(CPU[name])
+    given = drawn(CPU[name])
     assert_close(run(*given, implementation), by_numpy(*given), CPU_TOLERANCE)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_half_precision_is_rounded_once(implementation):
-    given = draw(CPU["odd"], jnp.bfloat16)
+    given = drawn(CPU["odd"], jnp.bfloat16)
     found = run(*given, implementation)
     assert [found[name].dtype for name in found] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
     assert_close(found, by_numpy(*given), GPU_TOLERANCE)
@@ -59,7 +59,7 @@ def test_half_precision_is_rounded_once(implementation):
 
 
 def test_a_row_that_is_not_a_number_stays_alone():
-    gate_up, weights, dy = draw(CPU["odd"])
+    gate_up, weights, dy = drawn(CPU["odd"])
     found = run(gate_up.at[30:].set(jnp.nan), weights, dy.at[30:].set(jnp.nan), "xla")
     wanted = by_numpy(gate_up[:30], weights[:30], dy[:30])
     assert_close({name: array[:30] for name, array in found.items()}, wanted, CPU_TOLERANCE)
@@ -67,7 +67,7 @@ def test_a_row_that_is_not_a_number_stays_alone():
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_rows_behind_the_last_group_may_be_left_out(implementation):
-    gate_up, weights, dy = draw(CPU["odd"])
+    gate_up, weights, dy = drawn(CPU["odd"])
     sizes = jnp.array([11, 0, 19], jnp.int32)
     function = lambda *a: weighted_swiglu(*a, sizes, implementation=implementation)  # noqa: E731
     y, pullback = jax.vjp(function, gate_up, weights)
@@ -81,21 +81,21 @@ def test_rows_behind_the_last_group_may_be_left_out(implementation):
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 @pytest.mark.parametrize("name", ["odd", "qwen3_30b"])
 def test_half_precision_on_gpu(name, implementation):
-    given = draw(GPU[name], jnp.bfloat16)
+    given = drawn(GPU[name], jnp.bfloat16)
     assert_close(jax.jit(run, static_argnums=3)(*given, implementation), by_numpy(*given), GPU_TOLERANCE)
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_repeats_to_the_bit_on_gpu():
-    given = draw(GPU["odd"], jnp.bfloat16)
+    given = drawn(GPU["odd"], jnp.bfloat16)
     once, *others = (run(*given, "triton") for _ in range(100))
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, once, other)
 
 
 def test_what_is_refused():
-    gate_up, weights, _ = draw(CPU["one_row"])
+    gate_up, weights, _ = drawn(CPU["one_row"])
     assert OPERATION.names == ("triton", "xla", "reference")
     with pytest.raises(dispatch.Unsupported, match=r"triton: needs an NVIDIA GPU .* found cpu"):
         weighted_swiglu(gate_up, weights, implementation="triton")

@@ -10,7 +10,7 @@ from suites.rows import TINY_EXPERTS, Block, Row, Setup, lines_of
 from jaxthru.runtime.xla import MEMORY_FRACTION
 
 
-def on_two(setup: Setup, words: list[str], devices: int = 2, memory: float = MEMORY_FRACTION) -> list[str]:
+def on_two(setup: Setup, words: list[str], memory: float, devices: int = 2) -> list[str]:
     """Returns a command line with what it needs of its environment; for --tiny, with devices of the CPU.
     memory: the share that XLA takes; less where CUDA loads all code at its start."""
     if not setup.tiny:
@@ -52,7 +52,7 @@ class Experts(Row):
         timing = ["--steps", "1", "3"] if setup.tiny else timing
         script = [sys.executable, str(blocks.HERE / "measure" / "step.py"), *setup.words(row)]
         words = [*script, "--packed-rows", rows, "--keep-compiled", *timing]
-        return on_two(setup, words, 1 if name == "alone" else 2, self.memory)
+        return on_two(setup, words, self.memory, 1 if name == "alone" else 2)
 
     def check(self, setup):
         setup.config(self)
@@ -79,7 +79,7 @@ class Skewed(Experts):
     def command(self, name, setup):
         row = dataclasses.replace(self, settings=f"{self.settings} {self.pair}")
         script = [sys.executable, str(blocks.HERE / "measure" / "experts_skew.py"), *setup.words(row)]
-        return on_two(setup, [*script, *setup.seconds(10, 15)], memory=self.memory)
+        return on_two(setup, [*script, *setup.seconds(10, 15)], self.memory)
 
     def found(self, setup, done):
         for line in lines_of(done, "skewed"):

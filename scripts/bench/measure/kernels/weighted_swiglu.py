@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from measure.workload import Pace, Workload, on
 
-from pallas_kernels.testing import normal
 from pallas_kernels.weighted_swiglu import weighted_swiglu
-from pallas_kernels.weighted_swiglu.shapes import CPU, GPU
+from pallas_kernels.weighted_swiglu.shapes import CPU, GPU, draw
 
 SHAPES, SHAPE = CPU | GPU, "qwen3_30b"
 GROUPS = {"all": ("mixtral", "olmoe", "qwen3_30b")}
@@ -38,11 +37,9 @@ def passes(implementation: str) -> dict:
 
 
 def workload(shape: tuple[int, int]) -> Workload:
-    rng, dtype = np.random.default_rng(0), jnp.bfloat16
-    arguments = normal(rng, (shape[0], 2, shape[1]), dtype), normal(rng, shape[:1], jnp.float32)
     needed = {"forward": 6 * math.prod(shape), "both": 16 * math.prod(shape)}
     return Workload(
-        (*arguments, normal(rng, shape, dtype)),
+        draw(np.random.default_rng(0), shape, jnp.bfloat16),
         {name: passes(name) for name in on(gpu=("triton", "xla"), cpu=("xla", "reference"))},
         base="xla",
         rates=lambda what, seconds, _: {"needed_tb_per_second": round(needed[what] / seconds / 1e12, 3)},
