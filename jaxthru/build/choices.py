@@ -33,6 +33,9 @@ from jaxthru.runtime.sharding import Layout
 
 log = logging.getLogger("jaxthru")
 
+ANEW = ("mesh.transfers",)
+"""Keys that are chosen at each start: what they ask of the processes is no part of `device_name`."""
+
 KEPT_WITH = {"offload.level": ("offload.fraction",)}
 """A key -> others that are chosen with it."""
 
@@ -124,14 +127,14 @@ def resolve(config: RunConfig, run: RunConfig | None = None, recorded: Sequence[
         away = [
             each
             for each in read(config.file.parent / "choices.json")
-            if each.device != here and each.key not in (*config.overridden, *NUMERIC)
+            if (each.device != here or each.key in ANEW) and each.key not in (*config.overridden, *NUMERIC)
         ]
         again = {each.key: each.asked for each in away if get(config, each.key) == each.chosen}
         config = replaced(config, again)
     if run is not None:
         config = replaced(config, {key: get(run, key) for key in NUMERIC if get(config, key) == "auto"})
     if run is not None and _alike(config, run):
-        kept = {each.key: each.chosen for each in recorded if each.device == here}
+        kept = {each.key: each.chosen for each in recorded if each.device == here and each.key not in ANEW}
         open_here = {*open_keys(config), *(key for key in kept if get(config, key) == "auto")}
         open_here |= {other for key in open_here for other in KEPT_WITH.get(key, ())}
         config = replaced(config, {key: value for key, value in kept.items() if key in open_here})

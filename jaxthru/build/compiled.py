@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxthru.build import attention_choice, choices, confirmed, matmul_choice, pinned_host
+from jaxthru.build import attention_choice, choices, confirmed, early_choices, pinned_host
 from jaxthru.build.adapted_weights import published_weights, reader_of
 from jaxthru.build.batches import place, train_batches
 from jaxthru.build.checks import (
@@ -170,7 +170,7 @@ def fit_here(config: RunConfig, devices: list[jax.Device] | None = None) -> tupl
     devices and hosts, and the search that found it where one was needed, for `compile_step`. Ask it before
     data is prepared. Raises InputError."""
     layout = validate(config, devices)
-    config, _ = matmul_choice.of_run(config, layout)
+    config, _ = early_choices.of_run(config, layout)
     check_host_memory(config, layout)
     if not choices.open_keys(config):
         return layout, None
@@ -268,16 +268,14 @@ def _settled(
     config: RunConfig, asked: RunConfig, layout: Layout, data: RunData
 ) -> tuple[RunConfig, dict[str, str]]:
     """Returns a configuration with what is chosen without a compile, and the reasons by key."""
-    reasons = {}
-    for key, choose in (
-        (matmul_choice.KEY, lambda config: matmul_choice.of_run(config, layout)),
-        ("kernels.attention", lambda config: attention_choice.of_run(config, layout, data)),
-    ):
-        kept = get(config, key) != get(asked, key)
-        config, why = choose(config)
+    before = config
+    config, reasons = early_choices.of_run(config, layout)
+    config, reasons["kernels.attention"] = attention_choice.of_run(config, layout, data)
+    for key, why in reasons.items():
         if why:
             log.info("%s = 'auto' is %r, %s", key, get(config, key), why)
-        reasons[key] = why or (choices.RECORDED if kept else "")
+        elif get(before, key) != get(asked, key):
+            reasons[key] = choices.RECORDED
     return config, reasons
 
 

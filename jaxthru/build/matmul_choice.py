@@ -19,7 +19,6 @@ from jaxthru.optim.formats import FORMATS
 from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout
-from pallas_kernels.dispatch import nvidia_compute_capability
 
 KEY = "precision.matmul"
 LEAST_GAIN = 0.03
@@ -109,13 +108,6 @@ def products(size: tuple[int, int, int], item: int, flops: float, bandwidth: flo
     work = 2 * tokens * inputs * outputs / flops
     moved = (item * (sum(arrays) - result) + 2 * result for result in arrays)
     return sum(max(work, each / bandwidth) for each in moved)
-
-
-def of_run(config: RunConfig, layout: Layout) -> tuple[RunConfig, str]:
-    """Returns `settled` on the devices of a layout."""
-    device = layout.mesh.devices.flat[0]
-    capability = nvidia_compute_capability() if device.platform == "gpu" else None
-    return settled(config, layout, device.device_kind, capability)
 
 
 def settled(

@@ -110,8 +110,7 @@ def _of_shard(ops: Ops, axes: tuple[Axes, Axes], x_nD, ids_nK, weights_nK, gate_
     y_GD, made_nD = None, []
     for *piece, gate_up, down in zip(*pieces, *(_for_each(each, parts) for each in matrices), strict=True):
         with jax.named_scope(DISPATCH):
-            gather = functools.partial(jax.lax.all_gather, axis_name=over, tiled=True)
-            x_GD, ids_GK, weights_GK = map(gather, piece)
+            x_GD, ids_GK, weights_GK = (ops.all_gather(each, over) for each in piece)
             ids_GK = jnp.where((ids_GK >= first) & (ids_GK < first + own), ids_GK - first, own)
         if y_GD is not None:
             # The products of a part wait for those of the part before, and on the way back of the one behind:
@@ -122,18 +121,20 @@ def _of_shard(ops: Ops, axes: tuple[Axes, Axes], x_nD, ids_nK, weights_nK, gate_
             y_GD, x_GD = _together(y_GD, x_GD)
             if trained:
                 x_GD, gate_up, down = _together(x_GD, gate_up, down)
-            made_nD.append(_scattered(y_GD, over, made_nD))
+            made_nD.append(_scattered(ops, y_GD, over, made_nD))
         y_GD = multiplied(x_GD, weights_GK, _order(ops, ids_GK, own), gate_up, down)
-    return jnp.concatenate([*made_nD, _scattered(y_GD, over, made_nD)])
+    return jnp.concatenate([*made_nD, _scattered(ops, y_GD, over, made_nD)])
 
 
-def _scattered(y_GD: jax.Array, over: tuple[str, ...], before: list[jax.Array]) -> jax.Array:
+def _scattered(
+    ops: Ops, y_GD: jax.Array, over: tuple[str, ...], before: list[jax.Array]
+) -> jax.Array:
     """Returns a part's sums of this device's tokens. On the way forward they wait for those of the part
     before: XLA put the first part's off until both were left, and nothing to run beside them."""
     if before:
         y_GD = _after(before[-1], y_GD)
     with jax.named_scope(COMBINE):
-        return jax.lax.psum_scatter(y_GD, over, tiled=True)
+        return ops.psum_scatter(y_GD, over)
 
 
 def _after(first: jax.Array, array: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import rich.console
 import rich.table
 
 from jaxthru import config as configuration
-from jaxthru.build import attention_choice, choices, matmul_choice
+from jaxthru.build import attention_choice, choices, early_choices
 from jaxthru.build.checks import setting_behind
 from jaxthru.build.confirmed import fastest
 from jaxthru.build.defaults import get
@@ -65,10 +65,10 @@ def _memory(arguments: argparse.Namespace) -> int:
     room = memory.room(config, target)
     found = choices.Documents(arguments.segments, 1) if arguments.segments else choices.documents(config)
     segments, layout = found.segments, layout_of(config, devices)
-    config, by_account = matmul_choice.settled(config, layout, target.name, target.capability)
-    config, by_table = attention_choice.by_table(config, layout, segments, found.mean, target.capability)
-    said = ((matmul_choice.KEY, by_account), ("kernels.attention", by_table))
-    taken = tuple(f"{key} = auto is {get(config, key)}, {why}" for key, why in said if why)
+    config, said = early_choices.for_devices(config, layout, target.name, target.capability)
+    how = found.mean, target.capability
+    config, said["kernels.attention"] = attention_choice.by_table(config, layout, segments, *how)
+    taken = tuple(f"{key} = auto is {get(config, key)}, {why}" for key, why in said.items() if why)
     if arguments.best:
         _show(None, [*taken])
         return _best(config, target, devices, arguments.segments, segments, room)

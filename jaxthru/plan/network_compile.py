@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from jaxthru.build import attention_choice, matmul_choice
+from jaxthru.build import attention_choice, early_choices
 from jaxthru.build.checks import check_sizes, offloaded, setting_behind, validate
 from jaxthru.build.choices import Documents, documents
 from jaxthru.build.defaults import AUTO, get, plain
@@ -86,7 +86,7 @@ def asked(
     found = documents(config)
     notes = () if segments else found.notes
     found = found._replace(segments=segments or found.segments)
-    config, chosen = _settled(config, device, devices, found)
+    config, chosen = _settled(config, device, devices, per_host, found)
     small = compiled_shape(shape)
     share = math.prod(shape.values()) // math.prod(small.values())
     if share > 1:
@@ -109,14 +109,15 @@ def _named(shape: dict[str, int]) -> str:
 
 
 def _settled(
-    config: RunConfig, device: str, devices: int, found: Documents
+    config: RunConfig, device: str, devices: int, per_host: int, found: Documents
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Returns a configuration with what it leaves open as a run would choose it by tables and arithmetic, and
     what was chosen. found: of the corpus."""
     if device not in aot.TARGETS:
         return plain(config), ()
     asked, target, layout = config, aot.TARGETS[device], layout_of(config, devices)
-    config, _ = matmul_choice.settled(config, layout, target.name, target.capability)
+    processes = -(-devices // per_host)
+    config, _ = early_choices.for_devices(config, layout, target.name, target.capability, processes)
     config, _ = attention_choice.by_table(config, layout, found.segments, found.mean, target.capability)
     notes: tuple[str, ...] = ()
     if plain(config) != config:
@@ -124,7 +125,9 @@ def _settled(
         chosen = next((one.config for one in tried if not one.config.offload.layered), None)
         notes = ("nothing fits without offload, by arithmetic: see plan memory",) * (chosen is None)
         config = chosen or plain(config)
-    keys = [key for key in (*AUTO, "kernels.attention") if get(asked, key) != get(config, key)]
+    keys = [
+        key for key in (*AUTO, "mesh.transfers", "kernels.attention") if get(asked, key) != get(config, key)
+    ]
     named = ", ".join(f"{key} is {get(config, key)}" for key in keys)
     return config, (*notes, *([f"{named}, by tables and arithmetic"] if named else []))
 

@@ -30,8 +30,9 @@ class MeshConfig:
     expert_chunks: parts in which a layer's tokens move over `expert` and back: while one is multiplied, the
     next one is on its way. Fewer parts have more rows for each expert's product.
     transfers: `collectives` move parameters and their gradients over `fsdp`, or `copies`, which GPUs of one
-    process make with their copy engines (`runtime.copies`), as they then do for `ring`. `auto` takes
-    collectives.
+    process make with their copy engines (`runtime.copies`), as they then do for tokens of experts and for
+    `ring`. `auto` takes copies where they were measured to be faster (build/transfers_choice.py): over two
+    H200s of one process.
     """
 
     data: int = 1

@@ -26,7 +26,7 @@ import numpy as np
 import timed_loop
 
 from jaxthru import config as configuration
-from jaxthru.build import choices, matmul_choice
+from jaxthru.build import choices, early_choices
 from jaxthru.build.checks import validate
 from jaxthru.build.compiled import Build, build_step
 from jaxthru.build.defaults import AUTO, get
@@ -137,7 +137,10 @@ def run(arguments: argparse.Namespace) -> dict:
 
 def chosen(built: Build) -> dict:
     """Returns what became of the settings that may be `auto`."""
-    return {key: get(built.config, key) for key in (*AUTO, "offload.fraction", "kernels.attention")}
+    return {
+        key: get(built.config, key)
+        for key in (*AUTO, "mesh.transfers", "offload.fraction", "kernels.attention")
+    }
 
 
 def resident_step(config: configuration.RunConfig, data: Data) -> tuple[Build | None, str]:
@@ -147,7 +150,7 @@ def resident_step(config: configuration.RunConfig, data: Data) -> tuple[Build | 
     try:
         if choices.open_keys(config):
             layout = validate(config)
-            settled, _ = matmul_choice.of_run(config, layout)
+            settled, _ = early_choices.of_run(config, layout)
             first = next(choices.proposed(settled, layout, choices.room_here(config), data.segments))
             if first.config.offload.layered:
                 return None, "by arithmetic it fits with offload alone"

@@ -13,7 +13,7 @@ TENSOR = "mesh.fsdp=1,mesh.tensor=2,kernels.collective_matmul"
 BOTH = ("step@old", "step")
 SLOWER = (Bar("of_old", 0.99, "{:.3g} × the other commit's tokens per second"),)
 PAIRS = {
-    "fsdp_kept": f"{FSDP},{KEPT}",
+    "fsdp_kept": f"{FSDP},{KEPT},mesh.transfers=collectives",
     "fsdp_copies": f"{FSDP},{KEPT},mesh.transfers=copies",
     "tensor": f"{TENSOR}=none",
     "tensor_fused": f"{TENSOR}=fused",

@@ -173,7 +173,7 @@ PROFILED = ("train.steps=30", "profile.at=20", "profile.steps=3", "evaluate.rows
 PROFILED += ("checkpoint.every=0", "checkpoint.last=false")
 TENSOR, KEPT = ("mesh.fsdp=1", "mesh.tensor={gpus}"), "remat.keep_parameters=true"  # gathered once a step
 FSDP, ONE = ("mesh.fsdp={gpus}", "train.rows={rows}", KEPT), ("mesh.fsdp=1", KEPT)
-COPIES = "mesh.transfers=copies"
+COPIES, COLLECTIVES = (f"mesh.transfers={way}" for way in ("copies", "collectives"))
 NOISE = "{:g} × what another order of sums moves the losses"
 TENSOR_BAR = (Bar("tensor", 1.08, "{:g} × the step without overlap"),)
 FSDP_BAR = (Bar("fsdp", 0.97, "{:g} × one GPU's tokens per second, a GPU"),)
@@ -194,12 +194,12 @@ ROWS = (
     | made("tensor", turns(*TENSOR, **moved("none", "auto", "fused")), 230, *TENSOR_BAR, waits=True)
     | made("tensor_ring", turns(*TENSOR, **moved("none", "ring")), 160, *TENSOR_BAR, instead_of="tensor")
     | made("one_gpu", step(*ONE), 95, alone=True)
-    | made("fsdp", turns(*FSDP, **{way: f"mesh.transfers={way}" for way in ("collectives", "copies")}), 150)
+    | made("fsdp", turns(*FSDP, collectives=COLLECTIVES, copies=COPIES), 150)
     # Each alone and without pauses, as one_gpu is timed; as few blocks as NCCL needs for what it hides.
-    | made("fsdp_few", step(*FSDP, environment="NCCL_MAX_CTAS=8 "), 95)
+    | made("fsdp_few", step(*FSDP, COLLECTIVES, environment="NCCL_MAX_CTAS=8 "), 95)
     | made("fsdp_copies", step(*FSDP, COPIES), 95, *FSDP_BAR)
     | made("exposed", traced(COPIES), 90, Bar("exposed", 0.03, "{:.0%} exposed communication", most=True))
-    | made("exposed_collectives", traced(), 90)
+    | made("exposed_collectives", traced(COLLECTIVES), 90)
     # The second adds up gradients in another order, nothing else: how far apart that takes it is noise.
     | made("losses_one", fifty(*ONE), 65, gpus=1)
     | made("losses_noise", fifty(*ONE, "train.microbatches=2"), 65, gpus=1)

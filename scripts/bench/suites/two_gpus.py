@@ -14,22 +14,23 @@ row, is 235 model TFLOP a GPU and took 397 ms alone; a token of Qwen3-30B-A3B is
 layers ran 436 T a second, with nothing computed again.
 
     row            each way, a GPU and step                    in ms             ceiling           last
-    fsdp           3 × 2.8 GB: gathered forward and backward,  3 × 10 behind     1.00 of one GPU   0.951
-                   scattered; 2 × where kept                   397
-    fsdp, copies   the same, by copy engines                   the same          1.00              0.981
-    fsdp_1b        3 × 1.2 GB                                  3 × 4.5 behind    1.00              not run
-                                                               459
+    fsdp           3 × 2.8 GB: gathered forward and backward,  3 × 10 behind     1.00 of one GPU   0.951, by
+                   scattered; 2 × where kept                   397                                 copied .981
+    fsdp_1b        3 × 1.2 GB                                  3 × 4.5 behind    1.00              0.951, by
+                                                               459                                 copied .970
+    fsdp_0_6b      3 × 0.6 GB                                  3 × 2.2 behind    1.00              1.017, by
+                                                               329                                 1.014
     tensor         8 layers × (4 forward, 6 backward) × 67 MB  20, exposed 19    1.089 × plain     1.071
                                                                of 234 by plain
     tuned          33.5 or 67 MB, a gather's backward twice    84 or 168 by TMA  of each case, in its record
-    experts_12     12 layers × 4 × 134 MB                      23 of 478, in     1.00; 0.95 if     not run
+    experts_12     12 layers × 4 × 134 MB                      23 of 478, in     1.00; 0.95 if     0.893
                                                                2 chunks          all exposed
-    experts_whole  48 layers × 6 × 134 MB; forward is          140 of 2,030, in  16,100 tokens/s,  12,003 at
-                   computed again, 865 TFLOP; 97 GiB of        2 chunks: 27 ms   16 rows           8 rows
+    experts_whole  48 layers × 6 × 134 MB; forward is          140 of 2,030, in  16,100 tokens/s,  14,005 at
+                   computed again, 865 TFLOP; 97 GiB of        2 chunks: 27 ms   16 rows           16 rows
                    state read and written, 43 ms; 131 GiB as   exposed by its
                    compiled, of which 30 are gradients; at     schedule
                    8 rows 128.5, and 132.0 as run
-    experts_skewed 0.6 × the experts' 89 TFLOP of a GPU more   107 on 478        1.00 of that      not run
+    experts_skewed 0.6 × the experts' 89 TFLOP of a GPU more   107 on 478        1.00 of that      0.972
 
 `tuned`, of the kernel in bursts over plain: bar (ceiling, of the last record): gather 28672 forward 1.08
 (1.15), scatter 14336 forward 1.20 (1.32); backward 1.15: gather 14336 (1.23), gather 28672 (1.15), scatter
@@ -46,7 +47,7 @@ import sys
 import blocks
 import harness
 from suites import overlap
-from suites.commits import FSDP, KEPT, SLOWER, TENSOR, InTurns, both
+from suites.commits import FSDP, PAIRS, SLOWER, TENSOR, InTurns, both
 from suites.experts_on_two import Experts, Skewed, on_two
 from suites.overlap import Overlap, said_by
 from suites.overlap_bars import kernels, measured
@@ -57,7 +58,7 @@ from pallas_kernels.collective_matmul.tiles import TABLE_FILE
 
 FABRIC = "infiniband_400g"  # of which two GPUs are one host's, joined by NVLink
 EIGHT = ("llama3_8b_8layer", "remat.policy=projections model.loop=unroll")
-COPIES = "mesh.transfers=copies"
+COLLECTIVES = "mesh.transfers=collectives"  # where `auto` takes copies
 RESIDENT = "offload.level=none"  # or where one GPU cannot hold it, it would be slower for its copies
 MOE = "mesh.fsdp=1 mesh.expert=2 train.rows=16"
 WHOLE = f"{MOE} train.microbatches=1 offload.level=none offload.fraction=1.0 remat.policy=full"
@@ -179,8 +180,8 @@ def plain(text: str) -> str:
 ON = "--devices 2 --segments"
 PREDICTED = {
     "limits": ("limits", EIGHT[0], "train.rows=4", "--most 8"),
-    "fsdp": ("network", EIGHT[0], plain(FSDP), f"{ON} 12"),
-    "fsdp_kept": ("network", EIGHT[0], plain(f"{FSDP},{KEPT}"), f"{ON} 12"),
+    "fsdp": ("network", EIGHT[0], plain(f"{FSDP},{COLLECTIVES}"), f"{ON} 12"),
+    "fsdp_kept": ("network", EIGHT[0], plain(PAIRS["fsdp_kept"]), f"{ON} 12"),
     "tensor": ("network", EIGHT[0], plain(f"{TENSOR}=none"), f"{ON} 12"),
     "experts_12": ("network", "qwen3_30b_a3b_12layer", MOE, f"{ON} 32"),
     "experts_whole": ("network", "qwen3_30b_a3b", WHOLE, f"{ON} 32"),
@@ -190,7 +191,7 @@ ALONE = "alone@alone=mesh.fsdp=1"
 DEFAULT = tuple(f"fsdp{side}={FSDP}" for side in ("@old", ""))
 SMALL = "mesh.fsdp=2,train.rows=32"
 OF_ONE = Bar("of_one", 0.97, "{:.3g} × single GPUs at work at the same time, by default settings")
-OVER_ALONE = {"of_one": "fsdp", "copies": "copies", "copies_kept": "fsdp_copies"}
+OVER_ALONE = {"of_one": "fsdp", "collectives": "collectives", "copies_kept": "fsdp_copies"}
 RATIOS = tuple((what, name, "alone@alone") for what, name in OVER_ALONE.items())
 OF_OVERLAP = ("tuned", "exposed")
 # What a step of two rows spends most of its time in; and whose bars were missed, and can be met.
@@ -212,13 +213,13 @@ ROWS = (
     of_overlap("check", overlap.check("tiny", repeats=1), 75, safety=True, waits=True)
     | {"fsdp": Pairs("fsdp=2 of both commits, beside single GPUs", *EIGHT, (OF_ONE, *SLOWER), steps=5,
                      seconds=390, gemm=True, ratios=RATIOS,
-                     contenders=(ALONE, *DEFAULT, f"copies={FSDP},{COPIES}",
+                     contenders=(ALONE, *DEFAULT, f"collectives={FSDP},{COLLECTIVES}",
                                  *both("fsdp_kept", "fsdp_copies")))}
     | {f"fsdp_{name}": Pairs(f"{about}, fsdp=2, collectives and copies, beside single GPUs", config,
                              f"data.sequence=2048 {EIGHT[1]}", (OF_ONE,), steps=5, seconds=140, documents=3,
                              ratios=RATIOS[:2],
                              contenders=("alone@alone=mesh.fsdp=1,train.rows=16", f"fsdp={SMALL}",
-                                         f"copies={SMALL},{COPIES}"))
+                                         f"collectives={SMALL},{COLLECTIVES}"))
        for name, config, about in (("1b", "llama3_2_1b", "Llama-3.2-1B, 16 rows of 2,048 a GPU"),
                                    ("0_6b", "qwen3_0_6b", "Qwen3-0.6B, the same"))}
     | of_overlap("torch", torch, 90)
@@ -248,7 +249,6 @@ ROWS = (
 )
 # fmt: on
 NOTES = """\
-On two GPUs; `fsdp` and `tensor` need --old FOLDER, the other commit's files (git archive). `copies` and
-`copies_kept` in the record of `fsdp` are the rates by copy engines, without and with parameters kept, over
-single GPUs'. `predicted` runs on a CPU, where it is named.
+On two GPUs; `fsdp` and `tensor` need --old FOLDER, the other commit's files (git archive). `fsdp` is by
+default settings, which are copies where `auto` takes them. `predicted` runs on a CPU, where it is named.
 """
