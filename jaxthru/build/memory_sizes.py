@@ -207,14 +207,17 @@ def _work(stage: Stage, ops: Ops, tokens: int, stream: int, layer: int) -> int:
         return round(WORK * tokens * of())
     experts, split = ops.layout.size("experts"), ops.layout.size("experts") * ops.layout.size("mlp")
     parts = ops.expert_chunks if split > 1 else 1
+    share = 1 / parts
+    if ops.copies and split > 1:  # a device's own tokens are one part, those of each other device are several
+        parts, share = 1 + (split - 1) * parts, 1 / split
     by_row = of(rows=stage.mixture.rows(experts)) - of(rows=0)
     # Rows of one part of the tokens are there at once. All parts have their tokens gathered, and the
     # gradients of these; and each has gradients of the experts' weights.
     moved = (parts > 1) * (2 * split * stream + (parts - 1) * layer)
     if ops.float8_experts:  # all matrices once more in eight bits, and the rows of one product
         hidden = tokens * stage.mixture.rows(experts) * stage.kept[EXPERT_HIDDEN]
-        moved += layer // ops.compute.itemsize + hidden / parts
-    return round(WORK * tokens * of(rows=0) + ROW_WORK * tokens * by_row / parts + moved)
+        moved += layer // ops.compute.itemsize + hidden * share
+    return round(WORK * tokens * of(rows=0) + ROW_WORK * tokens * by_row * share + moved)
 
 
 def _trained(infos: Any, tree: Any) -> int:

@@ -4,7 +4,7 @@ On one device: assignments are sorted by expert, their tokens gathered, multipli
 up token by token. Where experts are split (mesh axis `expert`), a device gathers the tokens of all that
 share them, with the experts that were chosen for these, does the same with its own experts alone, and its
 sums are scattered back. Along `tensor`, which splits every expert's width, the same gather and scatter
-serve.
+serve. With `mesh.transfers=copies` tokens come device by device in place of a gather, and sums go back so.
 
 A device may be asked for all that it gathered, or for nothing: there are rows for the former, and what is not
 filled is not multiplied. No token is dropped, whatever the router does.
@@ -15,7 +15,8 @@ assignment, D embed, M width of an expert.
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jaxthru.models import fp8
 from jaxthru.models.ops import Ops
 from jaxthru.models.remat import EXPERT_HIDDEN, ROUTING, remat
 from jaxthru.models.scopes import COMBINE, DISPATCH, EXPERTS
+from jaxthru.runtime import copies
 from jaxthru.runtime.sharding import Axes
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.routing import (
@@ -100,41 +102,85 @@ def _of_shard(ops: Ops, axes: tuple[Axes, Axes], x_nD, ids_nK, weights_nK, gate_
     if not over:
         order = _order(ops, ids_nK, len(gate_up))
         return _multiplied(ops, x_nD, weights_nK, order, *matrices)
-    parts, own = math.gcd(ops.expert_chunks, len(x_nD)), len(gate_up)
-    expert_axis = split[axes[0].index("experts")]
+    parts = (_copied if ops.copies else _collected)(ops, (x_nD, ids_nK, weights_nK), over)
+    own, expert_axis = len(gate_up), split[axes[0].index("experts")]
     first = jax.lax.axis_index(expert_axis) * own if expert_axis else 0
     multiplied = functools.partial(_multiplied, ops)
-    if parts > 1:
+    if len(parts) > 1:
         multiplied = remat(multiplied, ops.policy)
-    pieces = [jnp.split(array, parts) for array in (x_nD, ids_nK, weights_nK)]
-    y_GD, made_nD = None, []
-    for *piece, gate_up, down in zip(*pieces, *(_for_each(each, parts) for each in matrices), strict=True):
-        with jax.named_scope(DISPATCH):
-            x_GD, ids_GK, weights_GK = (ops.all_gather(each, over) for each in piece)
-            ids_GK = jnp.where((ids_GK >= first) & (ids_GK < first + own), ids_GK - first, own)
+    y_GD, made = None, []
+    for number, (part, *weights) in enumerate(
+        zip(parts, *(_for_each(each, len(parts)) for each in matrices), strict=True)
+    ):
+        x_GD, ids_GK, weights_GK = part.arrays
+        ids_GK = jnp.where((ids_GK >= first) & (ids_GK < first + own), ids_GK - first, own)
         if y_GD is not None:
             # The products of a part wait for those of the part before, and on the way back of the one behind:
-            # rows of one part alone are in memory. Collectives wait for no product, and run beside them. Of
+            # rows of one part alone are in memory. Transfers wait for no product, and run beside them. Of
             # a part's inputs it is the ids that wait, for what is made of them is kept: were it x, computing
             # that again would take the part before, too.
             ids_GK = _after(y_GD, ids_GK)
             y_GD, x_GD = _together(y_GD, x_GD)
             if trained:
-                x_GD, gate_up, down = _together(x_GD, gate_up, down)
-            made_nD.append(_scattered(ops, y_GD, over, made_nD))
-        y_GD = multiplied(x_GD, weights_GK, _order(ops, ids_GK, own), gate_up, down)
-    return jnp.concatenate([*made_nD, _scattered(ops, y_GD, over, made_nD)])
+                x_GD, *weights = _together(x_GD, *weights)
+            made.append(_sent_home(parts[number - 1], y_GD, made))
+        y_GD = multiplied(x_GD, weights_GK, _order(ops, ids_GK, own), *weights)
+    made.append(_sent_home(parts[-1], y_GD, made))
+    return (_sum_of_copied if ops.copies else jnp.concatenate)(made)
 
 
-def _scattered(
-    ops: Ops, y_GD: jax.Array, over: tuple[str, ...], before: list[jax.Array]
-) -> jax.Array:
-    """Returns a part's sums of this device's tokens. On the way forward they wait for those of the part
+class Part(NamedTuple):
+    """What a device multiplies at a time. arrays: tokens, of this device or of others, their experts' ids and
+    weights. home: brings what becomes of the tokens to the devices whose they are."""
+
+    arrays: tuple[jax.Array, ...]
+    home: Callable[[jax.Array], jax.Array]
+
+
+def _collected(ops: Ops, arrays: tuple[jax.Array, ...], over: tuple[str, ...]) -> list[Part]:
+    """Returns `mesh.expert_chunks` parts, each of tokens of all devices along mesh axes; each part's sums are
+    those of this device's tokens in it."""
+    parts = math.gcd(ops.expert_chunks, len(arrays[0]))
+    gather = functools.partial(jax.lax.all_gather, axis_name=over, tiled=True)
+    home = functools.partial(jax.lax.psum_scatter, axis_name=over, tiled=True)
+    with jax.named_scope(DISPATCH):
+        pieces = zip(*(jnp.split(array, parts) for array in arrays), strict=True)
+        return [Part(tuple(map(gather, piece)), home) for piece in pieces]
+
+
+def _copied(ops: Ops, arrays: tuple[jax.Array, ...], over: tuple[str, ...]) -> list[Part]:
+    """Returns the tokens of this device, which need not move, and `mesh.expert_chunks` parts of each other
+    device's. So what is copied is joined with nothing, and the first part waits for no copy."""
+    parts = math.gcd(ops.expert_chunks, len(arrays[0]))
+    pieces = list(zip(*(jnp.split(array, parts) for array in arrays), strict=True))
+    found = [Part(arrays, lambda y_nD: y_nD)]
+    with jax.named_scope(DISPATCH):
+        for away in range(1, jax.lax.axis_size(over)):
+            home = functools.partial(copies.moved, axis_name=over, by=away)
+            found += [
+                Part(tuple(copies.moved(each, over, -away) for each in piece), home) for piece in pieces
+            ]
+    return found
+
+
+def _sum_of_copied(made: Sequence[jax.Array]) -> jax.Array:
+    """Returns what the devices have made of this one's tokens, added up in float32 and rounded once."""
+    own_nD, *others = made
+    parts = len(own_nD) // len(others[0])
+    with jax.named_scope(COMBINE):
+        whole = (jnp.concatenate(others[at : at + parts]) for at in range(0, len(others), parts))
+        return sum((y_nD.astype(jnp.float32) for y_nD in whole), own_nD.astype(jnp.float32)).astype(
+            own_nD.dtype
+        )
+
+
+def _sent_home(part: Part, y_GD: jax.Array, before: list[jax.Array]) -> jax.Array:
+    """Returns a part's sums where its tokens are. On the way forward they wait for those of the part
     before: XLA put the first part's off until both were left, and nothing to run beside them."""
     if before:
         y_GD = _after(before[-1], y_GD)
     with jax.named_scope(COMBINE):
-        return ops.psum_scatter(y_GD, over)
+        return part.home(y_GD)
 
 
 def _after(first: jax.Array, array: jax.Array) -> jax.Array:

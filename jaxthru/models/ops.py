@@ -28,7 +28,6 @@ from jaxthru.models.quantised import Quantised
 from jaxthru.models.remat import PARAMETERS
 from jaxthru.models.scopes import ATTENTION_KERNEL
 from jaxthru.runtime import copies
-from jaxthru.runtime.copies import AxisName
 from jaxthru.runtime.sharding import Axes, Layout
 from pallas_kernels.attention import Segments, attention
 from pallas_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter
@@ -43,10 +42,10 @@ class Ops:
     too. collective_matmul_by: an implementation of `pallas_kernels.collective_matmul`, `auto`, or `none`, see
     `collective`. linear_cross_entropy_by, rms_norm_by, grouped_matmul_by, routing_by, weighted_swiglu_by: an
     implementation, None takes the first that can run, see `norm_by`. expert_chunks: see `MeshConfig`.
-    policy: of rematerialisation, see `Model`. copies: gather parameters over `fsdp`, and tokens of
-    experts, and scatter their gradients, by `runtime.copies`. keep_parameters: have them kept for the backward pass, see `RematConfig`.
-    for_gpu: planned for GPUs that are not here. adapters: `lora.Adapters` of the block that is being
-    applied."""
+    policy: of rematerialisation, see `Model`. copies: gather parameters over `fsdp`, and scatter their
+    gradients, by `runtime.copies`, and move tokens of experts so. keep_parameters: have them kept for the
+    backward pass, see `RematConfig`. for_gpu: planned for GPUs that are not here. adapters: `lora.Adapters`
+    of the block that is being applied."""
 
     layout: Layout
     compute: jnp.dtype
@@ -204,19 +203,9 @@ class Ops:
         over = self.layout.spec(axes)[dim]
         if over is None:
             return shard
-        return self.all_gather(shard, over, dim)
-
-    def all_gather(self, shard: jax.Array, over: AxisName, dim: int = 0) -> jax.Array:
-        """Returns the shards along mesh axes, within a shard_map, one behind the other along `dim`."""
         if self.copies:
             return copies.all_gather(shard, over, dim)
         return jax.lax.all_gather(shard, over, axis=dim, tiled=True)
-
-    def psum_scatter(self, x: jax.Array, over: AxisName, dim: int = 0) -> jax.Array:
-        """Returns this device's part of the sum along mesh axes, within a shard_map, split along `dim`."""
-        if self.copies:
-            return copies.psum_scatter(x, over, dim)
-        return jax.lax.psum_scatter(x, over, scatter_dimension=dim, tiled=True)
 
     def replicas(self, axes: Axes) -> tuple[str, ...]:
         """Returns the mesh axes that rows are split over but a parameter of these logical axes is not."""

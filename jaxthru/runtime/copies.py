@@ -9,64 +9,45 @@ where they are added up.
 Source: `RunPeerAccessPermute` in XLA (xla/backends/gpu/runtime/collective_permute_thunk.cc).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
-
 
 AxisName = str | tuple[str, ...]
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def all_gather(shard: jax.Array, axis_name: AxisName, dim: int) -> jax.Array:
-    """Returns the shards of all devices along a mesh axis, or several, one behind the other along `dim`.
+    """Returns the shards of all devices along a mesh axis, one behind the other along `dim`.
 
-    As `jax.lax.all_gather(..., tiled=True)`, within a `jax.shard_map`. The gradient is `psum_scatter`'s.
+    As `jax.lax.all_gather(..., tiled=True)`, within a `jax.shard_map`. The gradient is scattered as
+    `jax.lax.psum_scatter` would, but added up in float32 and rounded once.
     """
-    has_gradient = jnp.issubdtype(shard.dtype, jnp.inexact)
-    return (_gathered if has_gradient else _joined)(shard, axis_name, dim)
-
-
-def psum_scatter(x: jax.Array, axis_name: AxisName, dim: int) -> jax.Array:
-    """Returns this device's part along `dim` of the sum over all devices along a mesh axis, or several.
-
-    As `jax.lax.psum_scatter(..., tiled=True)`, but added up in float32 and rounded once. The gradient is
-    `all_gather`'s.
-    """
-    return _scattered(x, axis_name, dim)
-
-
-def _joined(shard: jax.Array, axis_name: AxisName, dim: int) -> jax.Array:
     shards, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     # The k-th is of the k-th device after this one. In two rounds of them is one from the first device on.
-    from_here = [shard, *(_moved(shard, axis_name, -k) for k in range(1, shards))]
+    from_here = [shard, *(moved(shard, axis_name, -k) for k in range(1, shards))]
     rounds = jnp.concatenate(from_here + from_here[:-1], axis=dim)
     size = shard.shape[dim]
     return jax.lax.dynamic_slice_in_dim(rounds, (shards - index) % shards * size, shards * size, dim)
 
 
-def _summed(x: jax.Array, axis_name: AxisName, dim: int) -> jax.Array:
+def _scattered(axis_name: AxisName, dim: int, _, gradient: jax.Array) -> tuple[jax.Array]:
     shards, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
-    size = x.shape[dim] // shards
+    size = gradient.shape[dim] // shards
 
     def of_device_after(k: int) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(x, (index + k) % shards * size, size, dim)
+        return jax.lax.dynamic_slice_in_dim(gradient, (index + k) % shards * size, size, dim)
 
-    parts = [of_device_after(0), *(_moved(of_device_after(k), axis_name, k) for k in range(1, shards))]
-    return sum(part.astype(jnp.float32) for part in parts).astype(x.dtype)
+    parts = [of_device_after(0), *(moved(of_device_after(k), axis_name, k) for k in range(1, shards))]
+    return (sum(part.astype(jnp.float32) for part in parts).astype(gradient.dtype),)
 
 
-def _moved(x: jax.Array, axis_name: AxisName, by: int) -> jax.Array:
-    """Returns what the device so many places before this one has as `x`."""
+def moved(x: jax.Array, axis_name: AxisName, by: int) -> jax.Array:
+    """Returns what the device so many places before this one along a mesh axis, or several, has as `x`,
+    within a `jax.shard_map`."""
     shards = jax.lax.axis_size(axis_name)
     return jax.lax.ppermute(x, axis_name, [(device, (device + by) % shards) for device in range(shards)])
 
 
-_gathered = jax.custom_vjp(_joined, nondiff_argnums=(1, 2))
-_gathered.defvjp(
-    lambda shard, axis_name, dim: (_joined(shard, axis_name, dim), None),
-    lambda axis_name, dim, _, gradient: (_summed(gradient, axis_name, dim),),
-)
-_scattered = jax.custom_vjp(_summed, nondiff_argnums=(1, 2))
-_scattered.defvjp(
-    lambda x, axis_name, dim: (_summed(x, axis_name, dim), None),
-    lambda axis_name, dim, _, gradient: (_joined(gradient, axis_name, dim),),
-)
+all_gather.defvjp(lambda shard, axis_name, dim: (all_gather(shard, axis_name, dim), None), _scattered)

@@ -1,7 +1,5 @@
 """Gathers made of permutes give what gathers give, and their gradients what scatters do."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,49 +34,6 @@ def test_all_gather(devices, dim):
     expected = both(lambda x: jax.lax.all_gather(x, "x", axis=dim, tiled=True))
     np.testing.assert_array_equal(found[0], expected[0])
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("axes", [(1, 1), (2, 1), (3, 1), (2, 4)])
-def test_psum_scatter(axes, dim):
-    """Along one mesh axis, and along two."""
-    devices = math.prod(axes)
-    names = ("x", "y") if axes[1] > 1 else "x"
-    mesh = jax.make_mesh(axes, ("x", "y"), (AxisType.Auto,) * 2, devices=jax.devices()[:devices])
-    rng = np.random.default_rng(devices)
-    x = jnp.asarray(rng.standard_normal((devices * 24, 48)), jnp.float32)
-    cotangents = jnp.asarray(rng.standard_normal((24, 48)), jnp.float32)
-    whole, split = PartitionSpec(names), PartitionSpec(*([names] if dim == 0 else [None, names]))
-
-    def both(scatter):
-        def local(x, cotangent):
-            part, pull = jax.vjp(scatter, x)
-            return part, pull(cotangent)[0]
-
-        how = {"mesh": mesh, "in_specs": (whole, split), "out_specs": (split, whole), "check_vma": False}
-        return jax.jit(jax.shard_map(local, **how))(x, cotangents)
-
-    found = both(lambda x: copies.psum_scatter(x, names, dim))
-    expected = both(lambda x: jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True))
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(found[1], expected[1])
-
-
-def test_what_has_no_gradient_is_gathered_too():
-    """Among what is differentiated, as the ids of chosen experts are."""
-    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
-
-    def local(x):
-        def loss(x):
-            ids = copies.all_gather((x > 0).astype(jnp.int32), "x", 0).astype(x.dtype)
-            return (copies.all_gather(x, "x", 0) * ids).sum()
-
-        return jax.grad(loss)(x)
-
-    split = PartitionSpec("x")
-    x = jnp.asarray([1.0, -1.0, 2.0, -2.0])
-    gradient = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))(x)
-    np.testing.assert_array_equal(gradient, [2.0, 0.0, 2.0, 0.0])
 
 
 def test_sums_are_rounded_once():

@@ -25,6 +25,10 @@ layers ran 436 T a second, with nothing computed again.
     tuned          33.5 or 67 MB, a gather's backward twice    84 or 168 by TMA  of each case, in its record
     experts_12     12 layers × 4 × 134 MB                      23 of 478, in     1.00; 0.95 if     0.893
                                                                2 chunks          all exposed
+    experts_ways   the same; in 1 part 15 ms less for weights'  418 planned;     copies in 1 part  not run
+                   gradients and 12 more exposed; by copies    in 1 part 415;    1.025 × 2 parts
+                   own tokens stay, 400 GB/s, and computing    by copies 416,    by collectives
+                   is not slowed, by 8 ms                      in 2 parts 424
     experts_whole  48 layers × 6 × 134 MB; forward is          140 of 2,030, in  16,100 tokens/s,  14,005 at
                    computed again, 865 TFLOP; 97 GiB of        2 chunks: 27 ms   16 rows           16 rows
                    state read and written, 43 ms; 131 GiB as   exposed by its
@@ -61,6 +65,11 @@ EIGHT = ("llama3_8b_8layer", "remat.policy=projections model.loop=unroll")
 COLLECTIVES = "mesh.transfers=collectives"  # where `auto` takes copies
 RESIDENT = "offload.level=none"  # or where one GPU cannot hold it, it would be slower for its copies
 MOE = "mesh.fsdp=1 mesh.expert=2 train.rows=16"
+WAYS = {
+    f"{way}_{chunks}": f"{MOE} mesh.transfers={way} mesh.expert_chunks={chunks}".replace(" ", ",")
+    for way in ("collectives", "copies")
+    for chunks in (2, 1)
+}
 WHOLE = f"{MOE} train.microbatches=1 offload.level=none offload.fraction=1.0 remat.policy=full"
 
 
@@ -241,6 +250,11 @@ ROWS = (
                                 "qwen3_30b_a3b_12layer", common=AUTO, pair=MOE, seconds=130,
                                 bars=(Bar("over_predicted", 1.05, "{:.3g} × the busier GPU's predicted time",
                                           most=True),))}
+    | {"experts_ways": Pairs("the same, how its tokens move, and in how many parts", "qwen3_30b_a3b_12layer",
+                             f"{RESIDENT} remat.policy=none model.loop=unroll kernels.attention=triton",
+                             steps=5, seconds=420,
+                             ratios=tuple((name, name, "collectives_2") for name in list(WAYS)[1:]),
+                             contenders=tuple(f"{name}={of}" for name, of in WAYS.items()))}
     # 98 %, for 3.5 GiB more than compiled were taken at 8 rows; leaves 2.8 for CUDA's context and NCCL.
     | {"experts_whole": Experts("Qwen3-30B-A3B whole, expert=2, resident", "qwen3_30b_a3b", common="",
                                 bars=(Bar("of_a_gpu", 15_500, "{:,.0f} tokens/s a GPU"),), alone=False,
