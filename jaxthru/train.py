@@ -208,7 +208,7 @@ def _prepare_and_train(
     times: StartTimes,
 ) -> tuple[RunDirectory, int]:
     pinned_host.limit(config)
-    asked, newest, local = config, None, None
+    asked, newest, local = choices.reopened(config), None, None
     local_tier.check(config.checkpoint.local)
     if directory:
         distributed.from_first(lambda: check_resumable(config, directory, resume))
@@ -249,7 +249,7 @@ def _prepare_and_train(
         # Only who holds the lock may clear away what looks like the rest of a killed save.
         checkpointer = stack.enter_context(Checkpointer(*saved, local, directory.send))
         distributed.from_first(lambda: configuration.dump(built.config, directory.config))
-        chosen = choices.still_true(chosen, built.config, built.choices)
+        chosen = choices.still_true((*choices.of_file(config), *chosen), built.config, built.choices)
         distributed.from_first(lambda: choices.write(directory.choices, chosen))
         directory.write_environment()
         directory.keep_tokenizer(lambda: data.tokenizer.kept)

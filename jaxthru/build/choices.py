@@ -33,9 +33,6 @@ from jaxthru.runtime.sharding import Layout
 
 log = logging.getLogger("jaxthru")
 
-ANEW = ("mesh.transfers",)
-"""Keys that are chosen at each start: what they ask of the processes is no part of `device_name`."""
-
 KEPT_WITH = {"offload.level": ("offload.fraction",)}
 """A key -> others that are chosen with it."""
 
@@ -52,8 +49,9 @@ class Choice:
 
 
 def device_name(devices: Sequence[jax.Device]) -> str:
-    """Returns how many devices of which kind, as choices.json has it."""
-    return f"{len(devices)} × {devices[0].device_kind}"
+    """Returns how many devices of which kind, in how many processes, as choices.json has it."""
+    processes = len({device.process_index for device in devices})
+    return f"{len(devices)} × {devices[0].device_kind}" + f" in {processes} processes" * (processes > 1)
 
 
 def open_keys(config: RunConfig) -> list[str]:
@@ -114,6 +112,23 @@ def read(path: Path) -> tuple[Choice, ...]:
         raise InputError(f"{said}; delete it to have them made anew") from error
 
 
+def of_file(config: RunConfig) -> tuple[Choice, ...]:
+    """Returns the choices that led to the config.json that a configuration comes from, but for keys that
+    --set names; none for one from elsewhere."""
+    if not config.file or config.file.suffix != ".json":
+        return ()
+    made = read(config.file.parent / "choices.json")
+    return tuple(each for each in made if each.key not in config.overridden)
+
+
+def reopened(config: RunConfig) -> RunConfig:
+    """Returns the configuration of a config.json with what `auto` was settled to for other devices open
+    again, but for what changes numbers."""
+    here = device_name(hardware.devices())
+    away = [each for each in of_file(config) if each.device != here and each.key not in NUMERIC]
+    return replaced(config, {each.key: each.asked for each in away if get(config, each.key) == each.chosen})
+
+
 def resolve(config: RunConfig, run: RunConfig | None = None, recorded: Sequence[Choice] = ()) -> RunConfig:
     """Returns a configuration with every `auto` settled that needs no compile: by what its run has recorded
     on such devices, and on a CPU. What changes numbers is kept on any devices, which refuse what they cannot
@@ -122,19 +137,11 @@ def resolve(config: RunConfig, run: RunConfig | None = None, recorded: Sequence[
     run, recorded: the configuration that a run was started with, and the choices that led to it.
     """
     devices = hardware.devices()
-    here = device_name(devices)
-    if config.file and config.file.suffix == ".json":  # what was chosen for other devices is open again
-        away = [
-            each
-            for each in read(config.file.parent / "choices.json")
-            if (each.device != here or each.key in ANEW) and each.key not in (*config.overridden, *NUMERIC)
-        ]
-        again = {each.key: each.asked for each in away if get(config, each.key) == each.chosen}
-        config = replaced(config, again)
+    here, config = device_name(devices), reopened(config)
     if run is not None:
         config = replaced(config, {key: get(run, key) for key in NUMERIC if get(config, key) == "auto"})
     if run is not None and _alike(config, run):
-        kept = {each.key: each.chosen for each in recorded if each.device == here and each.key not in ANEW}
+        kept = {each.key: each.chosen for each in recorded if each.device == here}
         open_here = {*open_keys(config), *(key for key in kept if get(config, key) == "auto")}
         open_here |= {other for key in open_here for other in KEPT_WITH.get(key, ())}
         config = replaced(config, {key: value for key, value in kept.items() if key in open_here})

@@ -10,6 +10,7 @@ AUTO = {
     "remat.policy": "none",
     "offload.level": "none",
     "precision.matmul": "compute",
+    "mesh.transfers": "collectives",
 }
 """Keys that are chosen by memory and speed (build/choices.py) -> what they are where nothing is chosen."""
 NUMERIC = ("precision.matmul",)

@@ -278,9 +278,12 @@ def _for_use(config: RunConfig, meshed: bool) -> tuple[RunConfig, Layout]:
     """Returns a configuration as a model is used and not trained, and its layout. meshed: on the devices that
     its mesh asks for, and not on one."""
     devices = hardware.devices() if meshed else hardware.devices()[:1]
+    mesh = config.mesh if meshed else MeshConfig()
+    if "mesh.transfers" not in config.overridden:  # what a training step gained by
+        mesh = dataclasses.replace(mesh, transfers="collectives")
     config = dataclasses.replace(
         config,
-        mesh=config.mesh if meshed else MeshConfig(),
+        mesh=mesh,
         train=dataclasses.replace(config.train, rows=len(devices), microbatches=1),
         data=dataclasses.replace(config.data, groups=None),
         model=dataclasses.replace(config.model, loop="unroll"),  # stacked layers are copied before their use

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from jaxthru.build.defaults import float8_setting, get, replaced
 from jaxthru.build.memory_estimate import MemoryPlan, Room, estimate, indispensable
 from jaxthru.build.step import needed_flops
+from jaxthru.build.transfers_choice import ways
 from jaxthru.config import RunConfig
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.models import family
@@ -85,8 +86,9 @@ class Candidate:
     def said(self) -> str:
         """Its settings, for people."""
         config = self.config
-        offload = f", offload {config.offload.level} {config.offload.fraction:.2g}"
-        return f"remat {config.remat.policy}, {config.model.loop}" + offload * config.offload.layered
+        offload = f", offload {config.offload.level} {config.offload.fraction:.2g}" * config.offload.layered
+        copies = ", copies" * config.mesh.copies
+        return f"remat {config.remat.policy}, {config.model.loop}{copies}{offload}"
 
 
 Planned = Callable[[OffloadConfig], tuple[MemoryPlan, int]]
@@ -231,7 +233,7 @@ def candidates(
     while queue:
         seconds, _, one = heapq.heappop(queue)
         if isinstance(one, Candidate):
-            yield one
+            yield from (dataclasses.replace(one, config=way) for way in ways(one.config))
             continue
         found = _fitted(config, one, room, seconds, by_arithmetic(one, devices, segments))
         if found and (all_of_them or room.holds(found.plan)):

@@ -151,12 +151,14 @@ def _collected(ops: Ops, arrays: tuple[jax.Array, ...], over: tuple[str, ...]) -
 def _copied(ops: Ops, arrays: tuple[jax.Array, ...], over: tuple[str, ...]) -> list[Part]:
     """Returns the tokens of this device, which need not move, and `mesh.expert_chunks` parts of each other
     device's. So what is copied is joined with nothing, and the first part waits for no copy."""
-    parts = math.gcd(ops.expert_chunks, len(arrays[0]))
-    pieces = list(zip(*(jnp.split(array, parts) for array in arrays), strict=True))
-    found = [Part(arrays, lambda y_nD: y_nD)]
+    x_nD, *routing = arrays
+    parts = math.gcd(ops.expert_chunks, len(x_nD))
+    own, *others = _for_each(x_nD, jax.lax.axis_size(over))
+    found = [Part((own, *routing), lambda y_nD: y_nD)]
     with jax.named_scope(DISPATCH):
-        for away in range(1, jax.lax.axis_size(over)):
+        for away, x_nD in enumerate(others, 1):
             home = functools.partial(copies.moved, axis_name=over, by=away)
+            pieces = zip(*(jnp.split(array, parts) for array in (x_nD, *routing)), strict=True)
             found += [
                 Part(tuple(copies.moved(each, over, -away) for each in piece), home) for piece in pieces
             ]
@@ -237,13 +239,12 @@ def _shortened(order: Order) -> Order:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _for_each(matrix: jax.Array, parts: int) -> tuple[jax.Array, ...]:
-    """Returns a matrix for each of several parts, whose gradients are added up in float32 and rounded
-    once."""
-    return (matrix,) * parts
+def _for_each(array: jax.Array, parts: int) -> tuple[jax.Array, ...]:
+    """Returns an array for each of several parts, whose gradients are added up in float32 and rounded once."""
+    return (array,) * parts
 
 
 _for_each.defvjp(
-    lambda matrix, parts: ((matrix,) * parts, None),
+    lambda array, parts: ((array,) * parts, None),
     lambda parts, _, each: (sum(one.astype(jnp.float32) for one in each).astype(each[0].dtype),),
 )

@@ -125,9 +125,7 @@ def _settled(
         chosen = next((one.config for one in tried if not one.config.offload.layered), None)
         notes = ("nothing fits without offload, by arithmetic: see plan memory",) * (chosen is None)
         config = chosen or plain(config)
-    keys = [
-        key for key in (*AUTO, "mesh.transfers", "kernels.attention") if get(asked, key) != get(config, key)
-    ]
+    keys = [key for key in (*AUTO, "kernels.attention") if get(asked, key) != get(config, key)]
     named = ", ".join(f"{key} is {get(config, key)}" for key in keys)
     return config, (*notes, *([f"{named}, by tables and arithmetic"] if named else []))
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import named, slow_but_for
+from jax.sharding import PartitionSpec
 
-from jaxthru.models.experts import experts, routed
+from jaxthru.models.experts import _copied, _sum_of_copied, experts, routed
 from jaxthru.models.layers import Weight
 from jaxthru.models.ops import Ops
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
@@ -32,10 +33,11 @@ BY_NAME = {str(mesh): mesh for mesh in ({}, *MESHES)}
 FAST = (str(SHARDED),)
 
 
-def ops_on(mesh: dict[str, int], chunks: int = 2) -> Ops:
+def ops_on(mesh: dict[str, int], chunks: int = 2, copies: bool = False) -> Ops:
     config = MeshConfig(**({"fsdp": 1} | mesh))
     devices = jax.devices()[: math.prod(mesh.values())]
-    return Ops(Layout(make_mesh(config, devices)), jnp.dtype(jnp.float32), expert_chunks=chunks)
+    how = {"expert_chunks": chunks, "copies": copies}
+    return Ops(Layout(make_mesh(config, devices)), jnp.dtype(jnp.float32), **how)
 
 
 @functools.cache
@@ -105,15 +107,15 @@ def wanted(skew: str):
 
 
 @functools.cache
-def compiled(mesh: str, chunks: int = 2) -> jax.stages.Compiled:
-    ops = ops_on(BY_NAME[mesh], chunks)
+def compiled(mesh: str, chunks: int = 2, copies: bool = False) -> jax.stages.Compiled:
+    ops = ops_on(BY_NAME[mesh], chunks, copies)
     return jitted(ops).lower(**placed(ops)).compile()
 
 
-def check(mesh: str, skew: str = "none", chunks: int = 2) -> None:
+def check(mesh: str, skew: str = "none", chunks: int = 2, copies: bool = False) -> None:
     """Asserts that outputs and gradients are those of the definition, and counts to the last one."""
-    ops = ops_on(BY_NAME[mesh], chunks)
-    found = compiled(mesh, chunks)(**placed(ops, skew))
+    ops = ops_on(BY_NAME[mesh], chunks, copies)
+    found = compiled(mesh, chunks, copies)(**placed(ops, skew))
     assert_close(jax.device_get(found[:2]), wanted(skew)[:2], CPU_TOLERANCE)
     np.testing.assert_array_equal(found[2], wanted(skew)[2])
     assert found[2].dtype == jnp.int32 and int(np.sum(found[2])) == N * K
@@ -142,7 +144,47 @@ def test_chunks_change_nothing(chunks):
     check(str(SHARDED), chunks=chunks)
 
 
+@slow_but_for(*FAST, mesh=dict(zip(map(str, MESHES), map(str, MESHES), strict=True)))
+def test_copies_change_nothing(mesh):
+    check(mesh, copies=True)
+    if mesh in FAST:
+        check(mesh, "rank", copies=True)
+
+
+@slow_but_for(slow=("1", "4"), chunks=named(1, 4))
+def test_chunks_of_copies_change_nothing(chunks):
+    check(str(SHARDED), chunks=chunks, copies=True)
+
+
+def test_copies_are_rounded_once():
+    """A token's sums from three devices beside its own, and its gradients: 3 × 2⁻⁹ and 1, which added one at
+    a time leave 1 in bfloat16."""
+    ops = dataclasses.replace(ops_on({"expert": 4}, 1), copies=True, compute=jnp.dtype(jnp.bfloat16))
+    split = PartitionSpec("expert")
+
+    def local(x_nD):
+        part = jnp.where(jax.lax.axis_index("expert") == 0, 1, 2.0**-9).astype(x_nD.dtype)
+
+        def joined(x_nD):
+            ids = jnp.zeros(x_nD.shape, jnp.int32)
+            parts = _copied(ops, (x_nD, ids, x_nD.astype(jnp.float32)), ("expert",))
+            return _sum_of_copied([one.home(one.arrays[0] * part) for one in parts])
+
+        y_nD, pull = jax.vjp(joined, x_nD)
+        return y_nD, *pull(jnp.ones_like(y_nD))
+
+    run = jax.jit(ops.layout.shard_map(local, (split,), (split, split), check_vma=False))
+    for found in run(jnp.ones((4, 8), jnp.bfloat16)):
+        assert (found == jnp.bfloat16(1 + 3 * 2.0**-9)).all()
+
+
 COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+
+
+def test_what_copies_move():
+    """Tokens, their experts and their weights, and nothing in a collective but what fsdp has to gather."""
+    kinds = set(COLLECTIVE.findall(compiled(str({"expert": 2}), copies=True).as_text()))
+    assert kinds == {"collective-permute", "all-reduce"}  # the latter for the counts
 
 
 def test_what_moves():

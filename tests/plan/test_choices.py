@@ -36,7 +36,7 @@ def eight_layers(*more: str):
 
 def test_auto_is_the_default_and_on_a_cpu_what_it_was():
     config = jaxthru.RunConfig()
-    assert choices.open_keys(config) == ["model.loop", "remat.policy", "offload.level"]
+    assert choices.open_keys(config) == ["model.loop", "remat.policy", "offload.level", "mesh.transfers"]
     ready = choices.resolve(config)
     assert (ready.model.loop, ready.remat.policy, ready.offload.level) == ("scan", "none", "none")
     assert plain(eight_layers("offload.activations=inputs")).model.loop == "unroll"

@@ -1,8 +1,9 @@
-"""Copies by `auto`: where they were measured and nowhere else, and chosen anew by each start."""
+"""Copies by `auto`: where they were measured, and nowhere else."""
 
 import dataclasses
-import json
+import itertools
 import logging
+import re
 
 import jax
 import pytest
@@ -11,44 +12,53 @@ from runs import ROOT
 
 import jaxthru
 from jaxthru import config as configuration
-from jaxthru.build import choices, early_choices, transfers_choice
+from jaxthru.build import choices, confirmed, early_choices, transfers_choice
 from jaxthru.build.checks import validate
-from jaxthru.build.compiled import compile_step
-from jaxthru.build.memory_estimate import layout_of
+from jaxthru.build.compiled import Build, compile_step
+from jaxthru.build.memory_estimate import Room, layout_of
+from jaxthru.build.proposals import candidates
+from jaxthru.engine.offload import OffloadConfig
 from jaxthru.runtime import aot, hardware
 
+ROOM = Room(round(134.2 * 2**30), 0)
 H200, KEY = "NVIDIA H200", transfers_choice.KEY
 DENSE = ("mesh.fsdp=2", "precision.matmul=compute", "optim.clip=1.0")
-MEASURED = {"llama3_8b_8layer": 4, "llama3_2_1b": 32, "qwen3_0_6b": 32}
+ROWS = {"llama3_8b_8layer": 4, "llama3_2_1b": 32, "qwen3_0_6b": 32}
+"""Of a step over two devices, as they were measured."""
 
 
 def load(name: str, *settings: str) -> configuration.RunConfig:
-    rows = MEASURED.get(name, 32)
-    return configuration.load(ROOT / "configs" / f"{name}.py", [*DENSE, f"train.rows={rows}", *settings])
+    rows = f"train.rows={ROWS.get(name, 32)}"
+    sequence = f"data.sequence={8192 if name == 'llama3_8b_8layer' else 2048}"
+    return configuration.load(ROOT / "configs" / f"{name}.py", [*DENSE, rows, sequence, *settings])
 
 
-def chosen(config, kind=H200, devices=2, processes=1) -> str:
-    layout = layout_of(config, devices)
-    config, reasons = early_choices.for_devices(config, layout, kind, (9, 0), processes)
-    assert bool(reasons[KEY]) == (config.mesh.transfers == "copies")
-    return config.mesh.transfers
+def settled(config, kind=H200, devices=2, processes=1) -> configuration.RunConfig:
+    return early_choices.for_devices(config, layout_of(config, devices), kind, (9, 0), processes)[0]
 
 
-@pytest.mark.parametrize("name", MEASURED)
+def taken(config, kind=H200, devices=2, processes=1, room=ROOM) -> list[str]:
+    """Returns how parameters are moved by what is tried of a configuration, the first alone of equal ones."""
+    config = settled(config, kind, devices, processes)
+    if config.mesh.transfers != "auto":
+        return [config.mesh.transfers]
+    found = itertools.islice(candidates(config, room, devices=devices), 2)
+    return [each.config.mesh.transfers for each in found]
+
+
+@pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("kept", ["false", "true"])
-def test_what_was_measured_takes_copies(name, kept):
-    assert chosen(load(name, f"remat.keep_parameters={kept}", "data.sequence=2048")) == (
-        "copies" if name != "llama3_8b_8layer" else "auto"  # 4,096 tokens of a GPU are too few
-    )
-    assert chosen(load(name, f"remat.keep_parameters={kept}", "data.sequence=8192")) == "copies"
+def test_what_was_measured_tries_copies_first(name, kept):
+    config = load(name, f"remat.keep_parameters={kept}", "remat.policy=projections")
+    assert taken(config) == ["copies", "collectives"]
 
 
 def test_the_device_and_its_processes_decide():
     assert aot.TARGETS["h200"].name == transfers_choice.KIND  # so that plans are of the same step
     config = load("llama3_8b_8layer", "mesh.fsdp=-1")
-    assert chosen(config) == "copies"
-    assert chosen(config, devices=4) == chosen(config, devices=1) == chosen(config, processes=2) == "auto"
-    assert chosen(config, kind="NVIDIA H100 80GB HBM3") == chosen(config, kind="cpu") == "auto"
+    assert taken(config)[0] == "copies"
+    for other in ({"devices": 4}, {"devices": 1}, {"processes": 2}, {"kind": "NVIDIA H100 80GB HBM3"}):
+        assert taken(config, **other) == ["collectives"]
 
 
 @pytest.mark.parametrize(
@@ -60,31 +70,54 @@ def test_the_device_and_its_processes_decide():
         ["precision.matmul=fp8"],
         ["precision.matmul=auto"],  # which takes float8 here
         ["precision.compute=float32"],
-        ["model.loop=scan"],
-        ["offload.level=parameters", "model.loop=unroll", "remat.policy=projections"],
         ["lora.rank=8"],
+        ["train.objective=dpo"],
         ["train.microbatches=2"],
+        ["data.sequence=4096"],
     ],
     ids=lambda settings: settings[-1],
 )
-def test_what_was_not_measured_does_not(settings):
-    assert chosen(load("llama3_8b_8layer", *settings)) == "auto"
+def test_what_was_not_measured_takes_collectives(settings):
+    assert settled(load("llama3_8b_8layer", *settings)).mesh.transfers == "collectives"
 
 
-def test_experts_do_not():
-    assert chosen(load("qwen3_30b_a3b_12layer", "mesh.expert=1")) == "auto"
-    assert chosen(load("qwen3_30b_a3b_12layer", "mesh.expert=2", "mesh.fsdp=1")) == "auto"
+def test_experts_take_collectives():
+    for mesh in (["mesh.expert=1"], ["mesh.expert=2", "mesh.fsdp=1"]):
+        assert settled(load("qwen3_30b_a3b_12layer", *mesh)).mesh.transfers == "collectives"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [["model.loop=scan"], ["offload.level=parameters", "model.loop=unroll", "remat.policy=projections"]],
+    ids=lambda settings: settings[0],
+)
+def test_loops_and_offload_take_collectives(settings):
+    config = load("llama3_8b_8layer", "remat.policy=projections", *settings)
+    assert {each.mesh.transfers for each in transfers_choice.ways(settled(config))} == {"collectives"}
+
+
+def test_offload_that_auto_needs_takes_collectives():
+    """It is known only when a level is tried: 70 B parameters have to be on the host."""
+    found = settled(load("llama3_70b", "train.rows=8", "data.sequence=8192", "optim.state=split_master_int8"))
+    assert found.mesh.transfers == "auto" and found.offload.level == "auto"
+    tried = next(candidates(found, Room(round(134.2 * 2**30), 1 << 40), devices=2))
+    assert tried.config.offload.layered and tried.config.mesh.transfers == "collectives"
+
+
+def test_copies_that_do_not_fit_give_way():
+    """Each is compiled in turn, and the next is what was tried before there were copies."""
+    config = settled(load("llama3_8b_8layer", "remat.policy=projections", "model.loop=unroll"))
+    first, second, *_ = candidates(
+        dataclasses.replace(config, offload=OffloadConfig("none")), ROOM, devices=2
+    )
+    assert first.seconds == second.seconds
+    assert (first.config.mesh.copies, second.config.mesh.copies) == (True, False)
+    assert ", copies" in first.said and "copies" not in second.said
 
 
 @pytest.mark.parametrize("asked", ["collectives", "copies"])
 def test_what_is_asked_for_stays(asked):
-    config, reasons = early_choices.for_devices(
-        load("llama3_8b_8layer", f"mesh.transfers={asked}"),
-        layout_of(load("llama3_8b_8layer"), 2),
-        H200,
-        (9, 0),
-    )
-    assert config.mesh.transfers == asked and not reasons[KEY]
+    assert settled(load("llama3_8b_8layer", f"mesh.transfers={asked}")).mesh.transfers == asked
 
 
 class Data:
@@ -92,34 +125,85 @@ class Data:
     units, masked = {}, False
 
 
-def test_what_was_taken_is_said_recorded_and_chosen_anew(monkeypatch, caplog, tmp_path):
-    """A run that goes on in two processes cannot copy, and `device` of choices.json does not tell them."""
-    caplog.set_level(logging.INFO, "jaxthru")
+def small() -> configuration.RunConfig:
     base = jaxthru.RunConfig()
-    config = dataclasses.replace(
+    return dataclasses.replace(
         base,
         train=dataclasses.replace(base.train, rows=2),
-        model=tiny.SHAPE,
+        model=dataclasses.replace(tiny.SHAPE, loop="unroll"),
         data=dataclasses.replace(base.data, sequence=tiny.SEQUENCE),
         mesh=dataclasses.replace(base.mesh, fsdp=2),
         precision=dataclasses.replace(base.precision, compute="float32"),
+        remat=dataclasses.replace(base.remat, policy="projections"),
+        offload=OffloadConfig("none"),
     )
+
+
+@pytest.fixture
+def two_devices(monkeypatch):
+    """Two devices on which copies are tried; returns what sets how many processes they are of."""
     monkeypatch.setattr(hardware, "devices", lambda: jax.devices()[:2])
     monkeypatch.setattr(transfers_choice, "KIND", jax.devices()[0].device_kind)
     monkeypatch.setattr(transfers_choice, "TOKENS", 1)
-    monkeypatch.setattr(transfers_choice, "_like_measured", lambda config: True)
-    asked = choices.resolve(config)
-    build = compile_step(asked, validate(asked, jax.devices()[:2]), Data())
-    assert f"{KEY} = 'auto' is 'copies', as measured" in caplog.text
+    monkeypatch.setattr(transfers_choice, "_is_like_measured", lambda config: True)
+    monkeypatch.setattr(choices, "plain", lambda config: config)  # as on a GPU
+    named = choices.device_name
+
+    def processes(count: int) -> None:
+        monkeypatch.setattr(jax, "process_count", lambda: count)
+        monkeypatch.setattr(choices, "device_name", lambda of: f"{named(of)}, {count}")
+
+    processes(1)
+    return processes
+
+
+def started(config: configuration.RunConfig, folder) -> Build:
+    """Returns the step of a start, which leaves config.json and choices.json."""
+    asked = choices.reopened(config)
+    config = choices.resolve(config)
+    build = compile_step(config, validate(config, jax.devices()[:2]), Data(), asked=asked)
+    configuration.dump(build.config, folder / "config.json")
+    choices.write(
+        folder / "choices.json", choices.still_true(choices.of_file(config), build.config, build.choices)
+    )
+    return build
+
+
+def test_what_was_taken_is_said_and_recorded(two_devices, caplog, tmp_path):
+    caplog.set_level(logging.INFO, "jaxthru")
+    build = started(small(), tmp_path)
+    assert re.search(
+        r"compiled in .*: remat projections, unroll, copies: 0.0 of .* GiB as compiled", caplog.text
+    )
     assert build.step.model.ops.copies and build.config.mesh.transfers == "copies"
     (row,) = [each for each in build.choices if each.key == KEY]
-    assert (row.asked, row.chosen, row.reason) == ("auto", "copies", transfers_choice.WHY)
-    # Resumed, and started from its config.json.
-    assert choices.resolve(config, build.config, build.choices).mesh.transfers == "auto"
-    configuration.dump(build.config, tmp_path / "config.json")
-    assert json.loads((tmp_path / "config.json").read_text())["mesh"]["transfers"] == "copies"
-    choices.write(tmp_path / "choices.json", build.choices)
-    again = configuration.load(tmp_path / "config.json")
-    assert choices.resolve(again).mesh.transfers == "auto"
-    named = configuration.load(tmp_path / "config.json", [f"{KEY}=copies"])
+    assert (row.asked, row.chosen) == ("auto", "copies") and "copies" in row.reason
+    resumed = choices.resolve(small(), build.config, build.choices)
+    assert resumed.mesh.transfers == "copies"
+
+
+def test_other_processes_are_asked_anew(two_devices, tmp_path):
+    """A run that goes on in two processes cannot copy; by its config.json, or resumed, there and back."""
+    build, first, second = started(small(), tmp_path), tmp_path, tmp_path / "second"
+    second.mkdir()
+    two_devices(2)
+    assert choices.resolve(small(), build.config, build.choices).mesh.transfers == "auto"
+    for number, (processes, taken) in enumerate([(2, "collectives"), (1, "copies"), (2, "collectives")]):
+        two_devices(processes)
+        folder = first if number else second  # of another run's config.json, then of its own
+        assert started(configuration.load(first / "config.json"), folder).config.mesh.transfers == taken
+        (row,) = [each for each in choices.read(folder / "choices.json") if each.key == KEY]
+        assert (row.asked, row.chosen) == ("auto", taken)
+    named = configuration.load(first / "config.json", [f"{KEY}=copies"])
     assert choices.resolve(named).mesh.transfers == "copies"
+
+
+def test_copies_with_too_little_room_are_not_taken(two_devices, monkeypatch, tmp_path):
+    whole = confirmed.compile_candidate
+
+    def without_room(asked, candidate, made, options, room):
+        found = whole(asked, candidate, made, options, room)
+        return dataclasses.replace(found, compiled=None) if made.step.model.ops.copies else found
+
+    monkeypatch.setattr(confirmed, "compile_candidate", without_room)
+    assert started(small(), tmp_path).config.mesh.transfers == "collectives"

@@ -137,10 +137,7 @@ def run(arguments: argparse.Namespace) -> dict:
 
 def chosen(built: Build) -> dict:
     """Returns what became of the settings that may be `auto`."""
-    return {
-        key: get(built.config, key)
-        for key in (*AUTO, "mesh.transfers", "offload.fraction", "kernels.attention")
-    }
+    return {key: get(built.config, key) for key in (*AUTO, "offload.fraction", "kernels.attention")}
 
 
 def resident_step(config: configuration.RunConfig, data: Data) -> tuple[Build | None, str]:
