@@ -240,7 +240,8 @@ def _shortened(order: Order) -> Order:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _for_each(array: jax.Array, parts: int) -> tuple[jax.Array, ...]:
-    """Returns an array for each of several parts, whose gradients are added up in float32 and rounded once."""
+    """Returns an array for each of several parts, whose gradients are added up in float32 and rounded
+    once."""
     return (array,) * parts
 
 

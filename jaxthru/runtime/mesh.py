@@ -31,8 +31,8 @@ class MeshConfig:
     next one is on its way. Fewer parts have more rows for each expert's product.
     transfers: `collectives` move parameters and their gradients over `fsdp`, or `copies`, which GPUs of one
     process make with their copy engines (`runtime.copies`), as they then do for tokens of experts and for
-    `ring`. `auto` takes copies where they were measured to be faster (build/transfers_choice.py): over two
-    H200s of one process.
+    `ring`. `auto` takes copies where they were measured to be as fast or faster, and fit
+    (build/transfers_choice.py): over two H200s of one process.
     """
 
     data: int = 1
