@@ -208,7 +208,7 @@ def _prepare_and_train(
     times: StartTimes,
 ) -> tuple[RunDirectory, int]:
     pinned_host.limit(config)
-    asked, newest, local = choices.reopened(config), None, None
+    newest, local = None, None
     local_tier.check(config.checkpoint.local)
     if directory:
         distributed.from_first(lambda: check_resumable(config, directory, resume))
@@ -221,6 +221,7 @@ def _prepare_and_train(
         local = local_tier.located(directory.path, config.checkpoint.local)
     begun = keys_of_run(directory, local) if directory else None
     begun_with, chosen = recorded(directory)
+    asked, chosen = choices.reopened(config), (*choices.of_file(config), *chosen)
     config = choices.resolve(config, begun_with, chosen)
     for line in config.model.warnings:
         log.warning("%s", line)
@@ -249,7 +250,7 @@ def _prepare_and_train(
         # Only who holds the lock may clear away what looks like the rest of a killed save.
         checkpointer = stack.enter_context(Checkpointer(*saved, local, directory.send))
         distributed.from_first(lambda: configuration.dump(built.config, directory.config))
-        chosen = choices.still_true((*choices.of_file(config), *chosen), built.config, built.choices)
+        chosen = choices.still_true(chosen, built.config, built.choices)
         distributed.from_first(lambda: choices.write(directory.choices, chosen))
         directory.write_environment()
         directory.keep_tokenizer(lambda: data.tokenizer.kept)

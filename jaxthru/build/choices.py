@@ -112,6 +112,18 @@ def read(path: Path) -> tuple[Choice, ...]:
         raise InputError(f"{said}; delete it to have them made anew") from error
 
 
+DECIDES = (
+    "train.rows",
+    "train.microbatches",
+    "train.deterministic",
+    "model.",
+    "data.sequence",
+    "optim.state",
+)
+DECIDES += ("optim.clip_rule", "optim.name", "mesh.", "precision.", "remat.", "offload.", "kernels.")
+"""Keys that what fits, and what is fast, depends on."""
+
+
 def of_file(config: RunConfig) -> tuple[Choice, ...]:
     """Returns the choices that led to the config.json that a configuration comes from, but for keys that
     --set names; none for one from elsewhere."""
@@ -122,10 +134,11 @@ def of_file(config: RunConfig) -> tuple[Choice, ...]:
 
 
 def reopened(config: RunConfig) -> RunConfig:
-    """Returns the configuration of a config.json with what `auto` was settled to for other devices open
-    again, but for what changes numbers."""
+    """Returns the configuration of a config.json with what `auto` was settled to open again on other devices,
+    or where --set names what it depends on; but for what changes numbers."""
     here = device_name(hardware.devices())
-    away = [each for each in of_file(config) if each.device != here and each.key not in NUMERIC]
+    changed = any(key.startswith(DECIDES) for key in config.overridden)
+    away = [each for each in of_file(config) if (changed or each.device != here) and each.key not in NUMERIC]
     return replaced(config, {each.key: each.asked for each in away if get(config, each.key) == each.chosen})
 
 
@@ -146,18 +159,6 @@ def resolve(config: RunConfig, run: RunConfig | None = None, recorded: Sequence[
         open_here |= {other for key in open_here for other in KEPT_WITH.get(key, ())}
         config = replaced(config, {key: value for key, value in kept.items() if key in open_here})
     return plain(config) if devices[0].platform == "cpu" else config
-
-
-DECIDES = (
-    "train.rows",
-    "train.microbatches",
-    "train.deterministic",
-    "model.",
-    "data.sequence",
-    "optim.state",
-)
-DECIDES += ("optim.clip_rule", "optim.name", "mesh.", "precision.", "remat.", "offload.", "kernels.")
-"""Keys that what fits, and what is fast, depends on."""
 
 
 def _alike(config: RunConfig, other: RunConfig) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxthru.build import attention_choice, choices, confirmed, early_choices, pinned_host
+from jaxthru.build import attention_choice, choices, confirmed, early_choices, pinned_host, transfers_choice
 from jaxthru.build.adapted_weights import published_weights, reader_of
 from jaxthru.build.batches import place, train_batches
 from jaxthru.build.checks import (
@@ -276,6 +276,8 @@ def _settled(
             log.info("%s = 'auto' is %r, %s", key, get(config, key), why)
         elif get(before, key) != get(asked, key):
             reasons[key] = choices.RECORDED
+    if get(before, transfers_choice.KEY) != get(config, transfers_choice.KEY):
+        reasons[transfers_choice.KEY] = transfers_choice.REASON
     return config, reasons
 
 

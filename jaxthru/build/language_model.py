@@ -261,7 +261,7 @@ def _loaded(
     step: int | None,
 ) -> LanguageModel:
     """Returns the model of a configuration. read: abstract parameters -> the parameters."""
-    config, layout = _for_use(config, any(word.startswith("mesh.") for word in overrides))
+    config, layout = _for_use(config, overrides)
     # A run may have named a kernel of the devices that it trained on.
     named = any(word.startswith("kernels.attention=") for word in overrides)
     attention = attention_by(config) if named else "auto"
@@ -274,12 +274,13 @@ def _loaded(
     return LanguageModel(config, tokenizer, model, step, defaults, lambda: read(abstract))
 
 
-def _for_use(config: RunConfig, meshed: bool) -> tuple[RunConfig, Layout]:
-    """Returns a configuration as a model is used and not trained, and its layout. meshed: on the devices that
-    its mesh asks for, and not on one."""
+def _for_use(config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, Layout]:
+    """Returns a configuration as a model is used and not trained, and its layout: on the devices that its
+    mesh asks for, where an override is of the mesh, or on one."""
+    meshed = any(word.startswith("mesh.") for word in overrides)
     devices = hardware.devices() if meshed else hardware.devices()[:1]
     mesh = config.mesh if meshed else MeshConfig()
-    if "mesh.transfers" not in config.overridden:  # what a training step gained by
+    if not any(word.startswith("mesh.transfers=") for word in overrides):  # what a training step gained by
         mesh = dataclasses.replace(mesh, transfers="collectives")
     config = dataclasses.replace(
         config,

@@ -9,7 +9,7 @@ else `auto` takes collectives.
 from collections.abc import Iterator
 
 from jaxthru.build.checks import has_experts
-from jaxthru.build.defaults import float8_setting, replaced
+from jaxthru.build.defaults import AUTO, float8_setting, get, replaced
 from jaxthru.config import RunConfig
 from jaxthru.runtime.sharding import Layout
 
@@ -17,19 +17,24 @@ KEY = "mesh.transfers"
 KIND, DEVICES = "NVIDIA H200", 2
 TOKENS = 16_384
 """Of a device and micro-batch, at least: with fewer there is less to hide what moves behind."""
+REASON = "copies were measured on two H200s of one process alone (docs/parallelism.md)"
+"""Why it is collectives where no copies were tried."""
 
 
 def settled(config: RunConfig, layout: Layout, kind: str, processes: int) -> RunConfig:
-    """Returns a configuration that leaves `mesh.transfers` open only where steps like its own were measured.
+    """Returns a configuration that leaves `mesh.transfers` open only where steps like its own were measured,
+    and where what fits is searched for anyway, for copies take more memory.
 
     kind: of the devices. processes: that share them, of which each has as many.
     """
     if config.mesh.transfers != "auto":
         return config
+    searched = any(get(config, key) == "auto" for key in AUTO if key != KEY)
     micro = config.train.rows_at_once * config.data.sequence // layout.size("batch")
     measured = (
         (kind, layout.mesh.size, layout.size("embed"), processes) == (KIND, DEVICES, DEVICES, 1)
         and micro >= TOKENS
+        and searched
         and _is_like_measured(config)
     )
     return config if measured else replaced(config, {KEY: "collectives"})

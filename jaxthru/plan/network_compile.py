@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from jaxthru.build import attention_choice, early_choices
+from jaxthru.build import attention_choice, early_choices, transfers_choice
 from jaxthru.build.checks import check_sizes, offloaded, setting_behind, validate
 from jaxthru.build.choices import Documents, documents
 from jaxthru.build.defaults import AUTO, get, plain
@@ -126,6 +126,7 @@ def _settled(
         notes = ("nothing fits without offload, by arithmetic: see plan memory",) * (chosen is None)
         config = chosen or plain(config)
     keys = [key for key in (*AUTO, "kernels.attention") if get(asked, key) != get(config, key)]
+    keys = [key for key in keys if key != transfers_choice.KEY or config.mesh.copies]
     named = ", ".join(f"{key} is {get(config, key)}" for key in keys)
     return config, (*notes, *([f"{named}, by tables and arithmetic"] if named else []))
 

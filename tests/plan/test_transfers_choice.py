@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import logging
 import re
+import types
 
 import jax
 import pytest
@@ -15,6 +16,7 @@ from jaxthru import config as configuration
 from jaxthru.build import choices, confirmed, early_choices, transfers_choice
 from jaxthru.build.checks import validate
 from jaxthru.build.compiled import Build, compile_step
+from jaxthru.build.language_model import _for_use
 from jaxthru.build.memory_estimate import Room, layout_of
 from jaxthru.build.proposals import candidates
 from jaxthru.engine.offload import OffloadConfig
@@ -74,6 +76,7 @@ def test_the_device_and_its_processes_decide():
         ["train.objective=dpo"],
         ["train.microbatches=2"],
         ["data.sequence=4096"],
+        ["remat.policy=projections", "model.loop=unroll", "offload.level=none"],  # nothing is searched for
     ],
     ids=lambda settings: settings[-1],
 )
@@ -135,7 +138,6 @@ def small() -> configuration.RunConfig:
         mesh=dataclasses.replace(base.mesh, fsdp=2),
         precision=dataclasses.replace(base.precision, compute="float32"),
         remat=dataclasses.replace(base.remat, policy="projections"),
-        offload=OffloadConfig("none"),
     )
 
 
@@ -147,6 +149,7 @@ def two_devices(monkeypatch):
     monkeypatch.setattr(transfers_choice, "TOKENS", 1)
     monkeypatch.setattr(transfers_choice, "_is_like_measured", lambda config: True)
     monkeypatch.setattr(choices, "plain", lambda config: config)  # as on a GPU
+    monkeypatch.setattr(choices, "room_here", lambda config: ROOM)
     named = choices.device_name
 
     def processes(count: int) -> None:
@@ -159,13 +162,11 @@ def two_devices(monkeypatch):
 
 def started(config: configuration.RunConfig, folder) -> Build:
     """Returns the step of a start, which leaves config.json and choices.json."""
-    asked = choices.reopened(config)
+    asked, chosen = choices.reopened(config), choices.of_file(config)
     config = choices.resolve(config)
     build = compile_step(config, validate(config, jax.devices()[:2]), Data(), asked=asked)
     configuration.dump(build.config, folder / "config.json")
-    choices.write(
-        folder / "choices.json", choices.still_true(choices.of_file(config), build.config, build.choices)
-    )
+    choices.write(folder / "choices.json", choices.still_true(chosen, build.config, build.choices))
     return build
 
 
@@ -188,7 +189,9 @@ def test_other_processes_are_asked_anew(two_devices, tmp_path):
     second.mkdir()
     two_devices(2)
     assert choices.resolve(small(), build.config, build.choices).mesh.transfers == "auto"
-    for number, (processes, taken) in enumerate([(2, "collectives"), (1, "copies"), (2, "collectives")]):
+    for number, (processes, taken) in enumerate(
+        [(2, "collectives"), (1, "copies"), (2, "collectives"), (1, "copies")]
+    ):
         two_devices(processes)
         folder = first if number else second  # of another run's config.json, then of its own
         assert started(configuration.load(first / "config.json"), folder).config.mesh.transfers == taken
@@ -196,6 +199,41 @@ def test_other_processes_are_asked_anew(two_devices, tmp_path):
         assert (row.asked, row.chosen) == ("auto", taken)
     named = configuration.load(first / "config.json", [f"{KEY}=copies"])
     assert choices.resolve(named).mesh.transfers == "copies"
+
+
+@pytest.mark.parametrize("setting", ["train.deterministic=true", "train.rows=4", "precision.matmul=fp8"])
+def test_what_rules_copies_out_opens_them_again(setting, two_devices, tmp_path):
+    """Nobody has asked for them."""
+    started(small(), tmp_path)
+    config = choices.resolve(configuration.load(tmp_path / "config.json", [setting]))
+    assert config.mesh.transfers == config.offload.level == "auto"
+    same = configuration.load(tmp_path / "config.json", ["train.steps=9"])
+    assert choices.resolve(same).mesh.transfers == "copies"
+
+
+def test_choices_of_other_devices_are_carried_along(two_devices, tmp_path):
+    """Those that stay, too, though what is open again makes another configuration."""
+    started(small(), tmp_path)
+    rows = choices.read(tmp_path / "choices.json")
+    numeric = choices.Choice("precision.matmul", "auto", "compute", "why", rows[0].device)
+    choices.write(tmp_path / "choices.json", [*rows, numeric])
+    two_devices(2)
+    started(configuration.load(tmp_path / "config.json"), tmp_path)
+    assert numeric in choices.read(tmp_path / "choices.json")
+
+
+def test_devices_of_several_processes_are_told_apart():
+    def devices(*processes: int):
+        return [types.SimpleNamespace(device_kind=H200, process_index=index) for index in processes]
+
+    assert choices.device_name(devices(0, 0)) == "2 × NVIDIA H200"
+    assert choices.device_name(devices(0, 1)) == "2 × NVIDIA H200 in 2 processes"
+
+
+def test_a_model_in_use_is_not_copied_unless_asked():
+    config, devices = configuration.load(ROOT / "configs/quickstart.py", [f"{KEY}=copies"]), "mesh.fsdp=-1"
+    assert _for_use(config, [devices])[0].mesh.transfers == "collectives"
+    assert _for_use(config, [devices, f"{KEY}=copies"])[0].mesh.transfers == "copies"
 
 
 def test_copies_with_too_little_room_are_not_taken(two_devices, monkeypatch, tmp_path):
