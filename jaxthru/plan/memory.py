@@ -201,7 +201,7 @@ def best_table(rows: list[tuple[Candidate, MemoryPlan | None, bool | None]]) -> 
         config, offload = candidate.config, candidate.config.offload
         table.add_row(
             config.remat.policy,
-            config.model.loop + ", copies" * config.mesh.copies,
+            config.model.loop + "\ncopies" * config.mesh.copies,
             offload.level,
             f"{offload.fraction:.2f}" if offload.layered else "",
             f"{candidate.seconds / least:.2f}",

@@ -223,7 +223,7 @@ ROWS = (
                      contenders=(ALONE, *DEFAULT, f"collectives={FSDP},{COLLECTIVES}",
                                  *both("fsdp_kept", "fsdp_copies")))}
     | {f"fsdp_{name}": Pairs(f"{about}, fsdp=2, collectives and copies, beside single GPUs", config,
-                             f"data.sequence=2048 {EIGHT[1]}", (OF_ONE,), steps=5, seconds=140, documents=3,
+                             "data.sequence=2048", (OF_ONE,), steps=5, seconds=140, documents=3,
                              ratios=RATIOS[:2],
                              contenders=("alone@alone=mesh.fsdp=1,train.rows=16", f"fsdp={SMALL}",
                                          f"collectives={SMALL},{COLLECTIVES}"))
