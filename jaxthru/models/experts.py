@@ -170,10 +170,8 @@ def _sum_of_copied(made: Sequence[jax.Array]) -> jax.Array:
     own_nD, *others = made
     parts = len(own_nD) // len(others[0])
     with jax.named_scope(COMBINE):
-        whole = (jnp.concatenate(others[at : at + parts]) for at in range(0, len(others), parts))
-        return sum((y_nD.astype(jnp.float32) for y_nD in whole), own_nD.astype(jnp.float32)).astype(
-            own_nD.dtype
-        )
+        copied = (jnp.concatenate(others[at : at + parts]) for at in range(0, len(others), parts))
+        return sum(y_nD.astype(jnp.float32) for y_nD in (own_nD, *copied)).astype(own_nD.dtype)
 
 
 def _sent_home(part: Part, y_GD: jax.Array, before: list[jax.Array]) -> jax.Array:
