@@ -222,7 +222,7 @@ def _prepare_and_train(
     begun = keys_of_run(directory, local) if directory else None
     begun_with, chosen = recorded(directory)
     asked, chosen = choices.reopened(config), (*choices.of_file(config), *chosen)
-    config = choices.resolve(config, begun_with, chosen)
+    config = choices.resolve(asked, begun_with, chosen)
     for line in config.model.warnings:
         log.warning("%s", line)
     layout, searched = fit_here(config)

@@ -29,6 +29,13 @@ OPTIM = OptimConfig(learning_rate=1e-2)
 NO_ADAPTERS = LoraConfig()
 
 
+class Data:
+    """What compiling a step asks of its data."""
+
+    vocabulary, segments, names, tokenizer = VOCABULARY, 4, ("a",), None
+    units, masked = {}, False
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiny:
     layout: Layout

@@ -108,10 +108,8 @@ def _of_shard(ops: Ops, axes: tuple[Axes, Axes], x_nD, ids_nK, weights_nK, gate_
     multiplied = functools.partial(_multiplied, ops)
     if len(parts) > 1:
         multiplied = remat(multiplied, ops.policy)
-    y_GD, made = None, []
-    for number, (part, *weights) in enumerate(
-        zip(parts, *(_for_each(each, len(parts)) for each in matrices), strict=True)
-    ):
+    y_GD, home, made = None, None, []
+    for part, *weights in zip(parts, *(_for_each(each, len(parts)) for each in matrices), strict=True):
         x_GD, ids_GK, weights_GK = part.arrays
         ids_GK = jnp.where((ids_GK >= first) & (ids_GK < first + own), ids_GK - first, own)
         if y_GD is not None:
@@ -123,9 +121,9 @@ def _of_shard(ops: Ops, axes: tuple[Axes, Axes], x_nD, ids_nK, weights_nK, gate_
             y_GD, x_GD = _together(y_GD, x_GD)
             if trained:
                 x_GD, *weights = _together(x_GD, *weights)
-            made.append(_sent_home(parts[number - 1], y_GD, made))
-        y_GD = multiplied(x_GD, weights_GK, _order(ops, ids_GK, own), *weights)
-    made.append(_sent_home(parts[-1], y_GD, made))
+            made.append(_sent(home, y_GD, made))
+        y_GD, home = multiplied(x_GD, weights_GK, _order(ops, ids_GK, own), *weights), part.home
+    made.append(_sent(home, y_GD, made))
     return (_sum_of_copied if ops.copies else jnp.concatenate)(made)
 
 
@@ -174,13 +172,13 @@ def _sum_of_copied(made: Sequence[jax.Array]) -> jax.Array:
         return sum(y_nD.astype(jnp.float32) for y_nD in (own_nD, *copied)).astype(own_nD.dtype)
 
 
-def _sent_home(part: Part, y_GD: jax.Array, before: list[jax.Array]) -> jax.Array:
+def _sent(home: Callable, y_GD: jax.Array, before: list[jax.Array]) -> jax.Array:
     """Returns a part's sums where its tokens are. On the way forward they wait for those of the part
     before: XLA put the first part's off until both were left, and nothing to run beside them."""
     if before:
         y_GD = _after(before[-1], y_GD)
     with jax.named_scope(COMBINE):
-        return part.home(y_GD)
+        return home(y_GD)
 
 
 def _after(first: jax.Array, array: jax.Array) -> jax.Array:

@@ -182,7 +182,7 @@ COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|
 
 
 def test_what_copies_move():
-    """Tokens, their experts and their weights, and nothing in a collective but what fsdp has to gather."""
+    """Tokens, their experts and their weights: no collective gathers or scatters any."""
     kinds = set(COLLECTIVE.findall(compiled(str({"expert": 2}), copies=True).as_text()))
     assert kinds == {"collective-permute", "all-reduce"}  # the latter for the counts
 

@@ -112,13 +112,8 @@ def small(monkeypatch):
         precision=dataclasses.replace(jaxthru.RunConfig().precision, compute="float32"),
     )
     assert shape["vocabulary"]
-
-    class Data:
-        vocabulary, segments, names, tokenizer = tiny.SHAPE.vocabulary, 4, ("a",), None
-        units, masked = {}, False
-
     monkeypatch.setattr(choices, "room_here", lambda config: Room(GIB, GIB))
-    return config, Data()
+    return config, tiny.Data()
 
 
 def built(small):

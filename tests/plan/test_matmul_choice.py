@@ -150,11 +150,6 @@ def test_a_config_json_of_other_devices_keeps_it(tmp_path):
     assert choices.resolve(configuration.load(tmp_path / "config.json")).precision.matmul == "fp8"
 
 
-class Data:
-    vocabulary, segments, names, tokenizer = tiny.SHAPE.vocabulary, 4, ("a",), None
-    units, masked = {}, False
-
-
 def small(**precision) -> configuration.RunConfig:
     config = jaxthru.RunConfig(
         train=dataclasses.replace(jaxthru.RunConfig().train, rows=2),
@@ -170,7 +165,7 @@ def test_what_was_taken_is_said_and_recorded(monkeypatch, caplog):
     layout = validate(config, jax.devices()[:1])
     monkeypatch.setattr(choices, "room_here", lambda config: Room(2**30, 2**30))
     monkeypatch.setattr(matmul_choice, "_chosen", lambda *_: ("fp8", "because"))
-    build = compile_step(config, layout, Data())
+    build = compile_step(config, layout, tiny.Data())
     assert "precision.matmul = 'auto' is 'fp8', because" in caplog.text
     (row,) = [each for each in build.choices if each.key == "precision.matmul"]
     assert (row.asked, row.chosen, row.reason) == ("auto", "fp8", "because")
@@ -181,7 +176,7 @@ def test_one_start_searches_once(monkeypatch):
     """What `fit_here` has found is what `compile_step` begins with, unless the data is another."""
     config, searches = small(compute="float32"), []
     monkeypatch.setattr(choices, "room_here", lambda config: Room(2**30, 2**30))
-    monkeypatch.setattr(choices, "documents", lambda config: choices.Documents(Data.segments, 1))
+    monkeypatch.setattr(choices, "documents", lambda config: choices.Documents(tiny.Data.segments, 1))
 
     def counted(config, *rest, **how):
         searches.append(how["segments"])
@@ -190,7 +185,7 @@ def test_one_start_searches_once(monkeypatch):
     monkeypatch.setattr(choices, "candidates", counted)
     layout, searched = fit_here(config, jax.devices()[:1])
     assert searches == [4] and next(iter(searched)) is next(iter(searched))
-    build = compile_step(config, layout, Data(), searched=searched)
+    build = compile_step(config, layout, tiny.Data(), searched=searched)
     assert searches == [4] and not choices.open_keys(build.config)
     assert searched != dataclasses.replace(searched, segments=8), "other data is searched for anew"
 

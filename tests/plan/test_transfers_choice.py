@@ -39,12 +39,13 @@ def settled(config, kind=H200, devices=2, processes=1) -> configuration.RunConfi
     return early_choices.for_devices(config, layout_of(config, devices), kind, (9, 0), processes)[0]
 
 
-def taken(config, kind=H200, devices=2, processes=1, room=ROOM) -> list[str]:
-    """Returns how parameters are moved by what is tried of a configuration, the first alone of equal ones."""
+def taken(config, kind=H200, devices=2, processes=1) -> list[str]:
+    """Returns how parameters are moved by the first two that are tried of a configuration; by one where that
+    is settled."""
     config = settled(config, kind, devices, processes)
     if config.mesh.transfers != "auto":
         return [config.mesh.transfers]
-    found = itertools.islice(candidates(config, room, devices=devices), 2)
+    found = itertools.islice(candidates(config, ROOM, devices=devices), 2)
     return [each.config.mesh.transfers for each in found]
 
 
@@ -107,8 +108,8 @@ def test_offload_that_auto_needs_takes_collectives():
     assert tried.config.offload.layered and tried.config.mesh.transfers == "collectives"
 
 
-def test_copies_that_do_not_fit_give_way():
-    """Each is compiled in turn, and the next is what was tried before there were copies."""
+def test_the_same_by_collectives_comes_next():
+    """Which is what is compiled where copies do not fit."""
     config = settled(load("llama3_8b_8layer", "remat.policy=projections", "model.loop=unroll"))
     first, second, *_ = candidates(
         dataclasses.replace(config, offload=OffloadConfig("none")), ROOM, devices=2
@@ -121,11 +122,6 @@ def test_copies_that_do_not_fit_give_way():
 @pytest.mark.parametrize("asked", ["collectives", "copies"])
 def test_what_is_asked_for_stays(asked):
     assert settled(load("llama3_8b_8layer", f"mesh.transfers={asked}")).mesh.transfers == asked
-
-
-class Data:
-    vocabulary, segments, names, tokenizer = tiny.SHAPE.vocabulary, 4, ("a",), None
-    units, masked = {}, False
 
 
 def small() -> configuration.RunConfig:
@@ -163,8 +159,8 @@ def two_devices(monkeypatch):
 def started(config: configuration.RunConfig, folder) -> Build:
     """Returns the step of a start, which leaves config.json and choices.json."""
     asked, chosen = choices.reopened(config), choices.of_file(config)
-    config = choices.resolve(config)
-    build = compile_step(config, validate(config, jax.devices()[:2]), Data(), asked=asked)
+    config = choices.resolve(asked)
+    build = compile_step(config, validate(config, jax.devices()[:2]), tiny.Data(), asked=asked)
     configuration.dump(build.config, folder / "config.json")
     choices.write(folder / "choices.json", choices.still_true(chosen, build.config, build.choices))
     return build
