@@ -45,7 +45,7 @@ def test_every_command_can_be_typed_and_ends_in_time(suite, prepared, bench, mon
 def test_kernels_that_wait_for_peers_need_a_check_that_passed(suite, prepared, bench, tmp_path):
     (tmp_path / "two_gpus_check.json").unlink()
     refused = {name for name, row in suite.ROWS.items() if row.refuses(prepared)}
-    assert refused == {"tune_model", "tensor", "tune", "tuned"}
+    assert refused == {"tune_model", "tensor", "tune", "tuned", "tuned_scatter"}
     assert {"fsdp"} == {
         n for n, r in suite.ROWS.items() if r.refuses(dataclasses.replace(prepared, old=None))
     } - refused

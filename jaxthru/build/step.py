@@ -109,7 +109,7 @@ def bound(
         routing_by=config.kernels.named("routing"),
         weighted_swiglu_by=activation,
         copies=config.mesh.copies,
-        expert_chunks=config.mesh.expert_chunks,
+        expert_chunks=config.mesh.chunks(layout.size("experts") * layout.size("mlp")),
         keep_parameters=config.remat.keep_parameters,
         for_gpu=experts is not None,
     )

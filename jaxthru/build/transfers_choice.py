@@ -1,9 +1,9 @@
-"""Whether copy engines move parameters over `fsdp` where `mesh.transfers` is `auto`: where that was measured.
+"""Whether copy engines move parameters over `fsdp`, and tokens of experts, where `mesh.transfers` is `auto`.
 
 Copies leave the multiprocessors to the matmuls and cost passes over memory. Which of the two is more was
 measured on two H200s of one process: with copies a step takes 0.969 of the time with collectives for 8 layers
-of Llama 3 8B, 0.981 for Llama-3.2-1B and 1.003 for Qwen3-0.6B (docs/results.md, "Training step"). Anywhere
-else `auto` takes collectives.
+of Llama 3 8B, 0.983 for Llama-3.2-1B, 1.003 for Qwen3-0.6B and 0.984 for 12 layers of Qwen3-30B-A3B with
+expert=2 (docs/results.md, "Training step"). Anywhere else `auto` takes collectives.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,9 @@ from jaxthru.runtime.sharding import Layout
 
 KEY = "mesh.transfers"
 KIND, DEVICES = "NVIDIA H200", 2
-TOKENS = 16_384
-"""Of a device and micro-batch, at least: with fewer there is less to hide what moves behind."""
+TOKENS = {"embed": 16_384, "experts": 32_768}
+"""Of a device and micro-batch, at least, by what is split over the devices: with fewer there is less to hide
+what moves behind."""
 REASON = "copies were measured on two H200s of one process alone (docs/parallelism.md)"
 """Why it is collectives where no copies were tried."""
 
@@ -31,9 +32,10 @@ def settled(config: RunConfig, layout: Layout, kind: str, processes: int) -> Run
         return config
     searched = any(get(config, key) == "auto" for key in AUTO if key != KEY)
     micro = config.train.rows_at_once * config.data.sequence // layout.size("batch")
+    split = "experts" if has_experts(config) else "embed"
     measured = (
-        (kind, layout.mesh.size, layout.size("embed"), processes) == (KIND, DEVICES, DEVICES, 1)
-        and micro >= TOKENS
+        (kind, layout.mesh.size, layout.size(split), processes) == (KIND, DEVICES, DEVICES, 1)
+        and micro >= TOKENS[split]
         and searched
         and _is_like_measured(config)
     )
@@ -41,13 +43,12 @@ def settled(config: RunConfig, layout: Layout, kind: str, processes: int) -> Run
 
 
 def _is_like_measured(config: RunConfig) -> bool:
-    """Says whether a step is of the kind that was measured: dense, all of it trained in bfloat16.
+    """Says whether a step is of the kind that was measured: all of it trained in bfloat16.
     `train.deterministic` promises the same bits on other processes, which cannot copy."""
     return (
         config.precision.compute == "bfloat16"
         and not float8_setting(config)
         and not config.lora.on
-        and not has_experts(config)
         and config.train.objective == "cross_entropy"
         and not config.train.deterministic
     )

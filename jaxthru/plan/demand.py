@@ -48,7 +48,7 @@ class Demand:
 
     mixture: of experts, None without; mixtures: layers that have one. kept_rows: of `kept`, what lies by row
     of an expert. room: bytes of a token's rows in one layer. chunks: parts in which a layer's tokens go to
-    experts on other devices."""
+    experts on other devices, None as usual over so many."""
 
     rows: int
     sequence: int
@@ -67,7 +67,7 @@ class Demand:
     mixtures: int = 0
     kept_rows: dict[str, float] = dataclasses.field(default_factory=dict)
     room: float = 0.0
-    chunks: int = 1
+    chunks: int | None = None
 
     @property
     def expert_parameters(self) -> float:

@@ -16,7 +16,7 @@ from jaxthru.plan.cluster import Cluster
 from jaxthru.plan.demand import Demand, Matrix
 from jaxthru.plan.walls import SERIAL
 from jaxthru.runtime.errors import require
-from jaxthru.runtime.mesh import AXES, MOST_EXPERT
+from jaxthru.runtime.mesh import AXES, MOST_EXPERT, usual_chunks
 
 RING = (8.4e-6, 3.4e-6, 14.0e-6)
 """NCCL's ring for large arrays, in seconds: base, a hop by NVLink, a hop by the network."""
@@ -140,7 +140,8 @@ class Meshes(NamedTuple):
 
     def chunks(self, need: Demand) -> np.ndarray:
         """Returns the parts in which a layer's tokens go to experts, of which other devices have a part."""
-        return np.where(self.expert * self.tensor > 1, need.chunks, 1)
+        sharing = self.expert * self.tensor
+        return np.where(sharing > 1, need.chunks or usual_chunks(sharing), 1)
 
     def share(self, experts: float, others: float) -> np.ndarray:
         """Returns a device's part over `expert` and `tensor` of so many numbers of experts, and others."""

@@ -28,7 +28,8 @@ class MeshConfig:
     tensor: shards of heads, MLP width and vocabulary, and between blocks of the tokens of each row.
     expert: shards of the experts of a mixture-of-experts model, 8 at most; to all other layers it is `data`.
     expert_chunks: parts in which a layer's tokens move over `expert` and back: while one is multiplied, the
-    next one is on its way. Fewer parts have more rows for each expert's product.
+    next one is on its way. Fewer parts have more rows for each expert's product. None is 1 for experts over
+    two devices, where that was measured to be faster, and 2 over more, to and from which more has to move.
     transfers: `collectives` move parameters and their gradients over `fsdp`, or `copies`, which GPUs of one
     process make with their copy engines (`runtime.copies`), as they then do for tokens of experts and for
     `ring`. `auto` takes copies where they were measured to be as fast or faster, and fit
@@ -39,7 +40,7 @@ class MeshConfig:
     fsdp: int = -1
     tensor: int = 1
     expert: int = 1
-    expert_chunks: int = 2
+    expert_chunks: int | None = None
     transfers: Literal["auto", "collectives", "copies"] = "auto"
 
     def __post_init__(self):
@@ -48,7 +49,8 @@ class MeshConfig:
         sizes = [*self._wanted.values()]
         require(sizes.count(-1) <= 1, f"mesh = {sizes}: at most one axis may be -1")
         self._check_expert(self.expert)
-        require(self.expert_chunks >= 1, f"mesh.expert_chunks = {self.expert_chunks}: must be at least 1")
+        chunks = self.expert_chunks
+        require(chunks is None or chunks >= 1, f"mesh.expert_chunks = {chunks}: must be at least 1, or None")
 
     @property
     def _wanted(self) -> dict[str, int]:
@@ -58,6 +60,10 @@ class MeshConfig:
     def copies(self) -> bool:
         """Whether permutes between GPUs are to be copies."""
         return self.transfers == "copies"
+
+    def chunks(self, devices: int) -> int:
+        """Returns `expert_chunks` for layers whose experts are shared by so many devices."""
+        return self.expert_chunks or usual_chunks(devices)
 
     def shape(self, devices: int) -> dict[str, int]:
         """Returns the size of each of AXES on this many devices. Raises InputError if they cannot fill it."""
@@ -78,6 +84,11 @@ class MeshConfig:
             f"mesh.expert = {size}: must be at most {MOST_EXPERT}, each of which gathers the tokens of all; "
             "give the other devices to mesh.fsdp",
         )
+
+
+def usual_chunks(devices: int | np.ndarray) -> int | np.ndarray:
+    """Returns in how many parts tokens move to experts that so many devices share, where nothing is said."""
+    return 1 + (devices > 2)
 
 
 def shape_of(values: Mapping[str, Any], devices: int) -> dict[str, int]:

@@ -118,6 +118,14 @@ def test_each_part_of_the_tokens_reads_the_experts_again(mixture):
         assert of_few - of_many == pytest.approx(room * (1 - 1 / parts), rel=1e-9)
 
 
+def test_limits_take_as_many_parts_as_a_step_does(mixture):
+    named = [dataclasses.replace(mixture, chunks=chunks) for chunks in (1, 2)]
+    usual = dataclasses.replace(mixture, chunks=None)
+    for expert, tensor, as_of in ((2, 1, 0), (1, 2, 0), (2, 2, 1), (8, 1, 1)):
+        mesh = {"parts": 64, "expert": expert, "tensor": tensor}
+        assert of_mesh(usual, **mesh) == of_mesh(named[as_of], **mesh) != of_mesh(named[1 - as_of], **mesh)
+
+
 @pytest.mark.parametrize("factor", (0.5, 2.0, 4.0))
 def test_each_wall_moves_as_its_formula_says(need, factor):
     before, replace = limits.closed(need, H200), dataclasses.replace

@@ -85,9 +85,30 @@ def test_what_was_not_measured_takes_collectives(settings):
     assert settled(load("llama3_8b_8layer", *settings)).mesh.transfers == "collectives"
 
 
-def test_experts_take_collectives():
-    for mesh in (["mesh.expert=1"], ["mesh.expert=2", "mesh.fsdp=1"]):
-        assert settled(load("qwen3_30b_a3b_12layer", *mesh)).mesh.transfers == "collectives"
+def of_experts(*settings: str) -> configuration.RunConfig:
+    """Returns a step of experts over two devices, as it was measured but for settings."""
+    return load("qwen3_30b_a3b_12layer", "mesh.fsdp=1", "mesh.expert=2", "data.sequence=4096", *settings)
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+def test_experts_over_two_devices_try_copies_first(rows):
+    assert taken(of_experts(f"train.rows={rows}")) == ["copies", "collectives"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["mesh.expert=1", "mesh.fsdp=2"],
+        ["mesh.expert=1", "mesh.tensor=2"],
+        ["train.rows=8"],
+        ["train.rows=16", "train.microbatches=2"],
+        ["precision.matmul=fp8_experts"],
+        ["train.deterministic=true"],
+    ],
+    ids=lambda settings: settings[-1],
+)
+def test_experts_that_were_not_measured_take_collectives(settings):
+    assert settled(of_experts(*settings)).mesh.transfers == "collectives"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +163,7 @@ def two_devices(monkeypatch):
     """Two devices on which copies are tried; returns what sets how many processes they are of."""
     monkeypatch.setattr(hardware, "devices", lambda: jax.devices()[:2])
     monkeypatch.setattr(transfers_choice, "KIND", jax.devices()[0].device_kind)
-    monkeypatch.setattr(transfers_choice, "TOKENS", 1)
+    monkeypatch.setattr(transfers_choice, "TOKENS", dict.fromkeys(transfers_choice.TOKENS, 1))
     monkeypatch.setattr(transfers_choice, "_is_like_measured", lambda config: True)
     monkeypatch.setattr(choices, "plain", lambda config: config)  # as on a GPU
     monkeypatch.setattr(choices, "room_here", lambda config: ROOM)

@@ -78,10 +78,15 @@ def test_experts_are_split_over_their_axis_and_all_else_is_data_there():
     assert made.spec(("embed", "mlp")) == P("fsdp", "tensor")
     with pytest.raises(InputError, match=r"mesh.expert = 9: must be at most 8, .* give .* to mesh.fsdp"):
         MeshConfig(expert=9)
-    with pytest.raises(InputError, match=r"mesh.expert_chunks = 0: must be at least 1"):
+    with pytest.raises(InputError, match=r"mesh.expert_chunks = 0: must be at least 1, or None"):
         MeshConfig(expert_chunks=0)
     with pytest.raises(InputError, match=r"model.experts = 3: must be a multiple of mesh.expert = 2"):
         check_divisible(made, {"model.experts": ("experts", 3)})
+
+
+def test_tokens_go_to_experts_in_the_parts_that_are_asked_for_or_usual():
+    assert [MeshConfig().chunks(devices) for devices in (1, 2, 4, 8)] == [1, 1, 2, 2]
+    assert [MeshConfig(expert_chunks=3).chunks(devices) for devices in (2, 8)] == [3, 3]
 
 
 def test_what_does_not_divide_is_named():
