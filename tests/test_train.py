@@ -393,7 +393,7 @@ def refuse(capsys, place, run_dir: str, *arguments: str, **settings) -> str:
         ),
         (
             {"kernels__rms_norm": "triton"},
-            "kernels.rms_norm = 'triton': XLA does not partition it, and the mesh has 8 devices",
+            "kernels.rms_norm = 'triton': rms_norm_residual: no implementation",
         ),
         (
             {"mesh__tensor": 2, "model__kv_heads": 2, "kernels__collective_matmul": "mosaic_tpu"},

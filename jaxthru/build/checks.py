@@ -64,11 +64,6 @@ def validate(
         f"kernels.adamw_8bit = {kernels.adamw_8bit!r}: XLA does not partition it, and the mesh has "
         f"{layout.mesh.size} devices; choose 'auto' or {PARTITIONED!r}",
     )
-    require(
-        kernels.rms_norm != "triton" or layout.mesh.size == 1,
-        f"kernels.rms_norm = {kernels.rms_norm!r}: XLA does not partition it, and the mesh has "
-        f"{layout.mesh.size} devices; choose 'auto' or 'xla'",
-    )
     if config.mesh.copies:
         check_copies(config, layout, platform or device.platform)
     if config.offload.layered:

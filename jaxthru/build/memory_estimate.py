@@ -187,7 +187,7 @@ def _assembled(config: RunConfig, devices: int, segments: int) -> tuple[Assemble
     layout = layout_of(config, devices)
     attention, workspace = attention_stand_in(config, layout, segments)
     config, _ = without_triton(config)
-    stand_ins = {"attention": attention, "norm": norm_stand_in(config, layout)}
+    stand_ins = {"attention": attention, "norm": norm_stand_in(config)}
     stand_ins["experts"] = experts_stand_in(config)
     made = assemble(config, layout, segments=segments, sources=1, **stand_ins)
     # No devices, no memory kind that they would have by default.

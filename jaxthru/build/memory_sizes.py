@@ -24,7 +24,6 @@ from jaxthru.runtime.sharding import Layout
 from pallas_kernels import dispatch
 from pallas_kernels.attention import STAND_IN, automatic, cudnn_packed
 from pallas_kernels.grouped_matmul import STAND_IN as STAND_IN_OF_ROWS
-from pallas_kernels.rms_norm import PARTITIONED
 from pallas_kernels.rms_norm import STAND_IN as NORM_STAND_IN
 
 LOSS_CHUNK = 2048
@@ -69,12 +68,10 @@ def experts_stand_in(config: RunConfig) -> tuple[str | None, str | None]:
     return product, activation
 
 
-def norm_stand_in(config: RunConfig, layout: Layout) -> str:
+def norm_stand_in(config: RunConfig) -> str:
     """Returns what takes the memory of the norm which would run on a GPU: a loop over layers stacks for XLA's
     backward pass what its forward pass made in float32, and for the kernels' a norm's input alone."""
-    # As NVIDIA's GPUs have it: to ask which one is here starts a backend.
-    automatic = "triton" if layout.mesh.size == 1 else PARTITIONED
-    chosen = config.kernels.named("rms_norm") or automatic
+    chosen = config.kernels.named("rms_norm") or "triton"  # as NVIDIA's GPUs have it
     return NORM_STAND_IN if chosen == "triton" else chosen
 
 

@@ -26,8 +26,7 @@ class KernelsConfig:
     partitioner puts in.
     adamw_8bit: the update of moments that are kept in 8 bits. On a mesh of several devices `auto` is
     `reference`, which alone the partitioner can split.
-    rms_norm: norms between the blocks and of queries and keys, these with their rotation. `triton` is for
-    one device.
+    rms_norm: norms between the blocks and of queries and keys, these with their rotation.
     grouped_matmul: of the experts' tokens with their matrices, and the gradients of these.
     routing: the choice of experts, the sort of tokens by expert, and the way there and back.
     weighted_swiglu: the experts' activation, with the router's weight.

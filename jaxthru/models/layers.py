@@ -5,6 +5,7 @@ Each parameter says what it is (`runtime.weights.WeightInfo`); `Ops` lays it out
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,11 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from jaxthru.models import scopes
 from jaxthru.models.rotary import Rotary, rotate
 from jaxthru.models.rotary import rotary_angles as rotary_angles
 from jaxthru.models.stage import Context
+from jaxthru.runtime.sharding import Axes
 from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels.rms_norm import PARTITIONED, rms_norm, rms_norm_residual, rms_norm_rotary
 
@@ -69,12 +72,19 @@ def bias(axes: tuple[str, ...], shape: tuple[int, ...]) -> Weight:
     return Weight(jnp.zeros(shape, jnp.float32), info=WeightInfo(axes, "bias"))
 
 
+TOKENS: Axes = ("tokens", None)
+HEADS: Axes = ("batch", "sequence", "heads", "head_dim")
+"""Of what norms are made of: of the residual stream, and of queries; keys' heads are split as theirs are."""
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square norm (arXiv:1910.07467) over the last dim, computed in float32.
 
     offset: what stands in the scale's place is the scale less this, as Gemma stores 1 + its weights.
 
-    Each of its calls takes the run's context, by whose kernels it is made; without one XLA makes it.
+    Each of its calls takes the run's context, by whose kernels it is made; without one XLA makes it. On
+    several devices what a context comes with is laid out as a model's: [N, D] over tokens, heads over rows
+    and heads.
     """
 
     def __init__(self, size: int, epsilon: float, offset: float = 0.0):
@@ -84,22 +94,31 @@ class RMSNorm(nnx.Module):
 
     @jax.named_scope(scopes.NORM)
     def __call__(self, x: jax.Array, context: Context | None = None) -> jax.Array:
-        return rms_norm(x, self.scale[...], **self._how(context))
+        return self._made(rms_norm, TOKENS, context, x)
 
     @jax.named_scope(scopes.NORM)
     def branch(self, x: jax.Array, context: Context | None = None) -> tuple[jax.Array, jax.Array]:
         """Returns x, for the residual stream, and its norm, for the branch that starts here: of both together
         the backward pass is one."""
-        return rms_norm_residual(x, self.scale[...], **self._how(context))
+        return self._made(rms_norm_residual, TOKENS, context, x)
 
     @jax.named_scope(scopes.NORM)
     def rotated(self, x_BTHC: jax.Array, rotary: Rotary, context: Context | None = None) -> jax.Array:
         """Returns the norm of each head, rotated as `rotate` does."""
-        return rms_norm_rotary(x_BTHC, self.scale[...], *rotary, **self._how(context))
+        return self._made(rms_norm_rotary, HEADS, context, x_BTHC, *rotary)
 
-    def _how(self, context: Context | None) -> dict[str, Any]:
+    def _made(self, norm: Callable, axes: Axes, context: Context | None, x: jax.Array, *rotary: jax.Array):
+        """Returns a norm of x, whose dims carry these logical axes, as an operation of `rms_norm` has it."""
         by = PARTITIONED if context is None else context.ops.norm_by
-        return {"epsilon": self.epsilon, "offset": self.offset, "implementation": by}
+        made = functools.partial(norm, epsilon=self.epsilon, offset=self.offset, implementation=by)
+        arrays = x, self.scale[...], *rotary
+        if by == PARTITIONED or context.ops.layout.mesh.size == 1:
+            return made(*arrays)
+        # A kernel is a call, of which XLA's partitioner would gather all operands.
+        layout = context.ops.layout
+        of_x, of_rows = layout.spec(axes), layout.spec(axes[:1])
+        specs = of_x, PartitionSpec(), *[of_rows] * len(rotary)
+        return layout.shard_map(made, specs, of_x, check_vma=True)(*arrays)
 
 
 class Attention(nnx.Module):
@@ -150,8 +169,9 @@ class Attention(nnx.Module):
             projected = [y + each[...].astype(y.dtype)[None] for y, each in pairs]
         if self.qk_norm and self.heads_together:
             norms = (self.query_norm, self.key_norm)
+            whole = context.ops.layout.size("heads") == 1  # or no device has a row of its own
             projected[:2] = [
-                norm(y.reshape(len(y), -1), context).reshape(y.shape)
+                norm(y.reshape(len(y), -1), context if whole else None).reshape(y.shape)
                 for norm, y in zip(norms, projected[:2], strict=True)
             ]
         q_BTHC, k_BTKC, v_BTKC = (y.reshape(-1, length, *y.shape[1:]) for y in projected)

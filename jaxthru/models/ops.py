@@ -31,6 +31,7 @@ from jaxthru.runtime import copies
 from jaxthru.runtime.sharding import Axes, Layout
 from pallas_kernels.attention import Segments, attention
 from pallas_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from pallas_kernels.dispatch import resolve_platform
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.rms_norm import PARTITIONED
 
@@ -75,9 +76,9 @@ class Ops:
 
     @property
     def norm_by(self) -> str | None:
-        """What norms take as `implementation`. On several devices it has to be one that XLA's partitioner can
-        split: a kernel is a call, of which it would gather all operands."""
-        return self.rms_norm_by or (None if self.layout.mesh.size == 1 else PARTITIONED)
+        """What norms take as `implementation`. Where no kernel can run XLA's partitioner splits them."""
+        left = self.layout.mesh.size > 1 and resolve_platform() != "gpu"
+        return self.rms_norm_by or (PARTITIONED if left else None)
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Lays an activation out as its logical axes say."""

@@ -136,7 +136,7 @@ def traced(
         notes += (f"planned with the ring in place of {asked}",)
         config = dataclasses.replace(config, kernels=dataclasses.replace(kernels, collective_matmul="ring"))
     attention, _ = attention_stand_in(config, layout, segments)
-    stand_ins = {"attention": attention, "norm": norm_stand_in(config, layout)}
+    stand_ins = {"attention": attention, "norm": norm_stand_in(config)}
     stand_ins["experts"] = experts_stand_in(config)
     of_data = {"segments": segments, "sources": found.sources, "masked": found.masked}
     made = assemble(config, layout, **of_data, **stand_ins)

@@ -29,7 +29,7 @@ OPERATION = Operation(
 )
 
 PARTITIONED = "xla"
-"""What XLA's partitioner can split: the one for activations that lie on a mesh of several devices."""
+"""What XLA's partitioner can split: on a mesh of several devices the one for outside a shard_map."""
 
 STAND_IN = "triton_stand_in"
 """What has the memory of "triton", for programs that are compiled and not run; where it refuses, "xla"."""
@@ -54,7 +54,7 @@ def rms_norm(
       epsilon: added to the mean square, static.
       offset: added to the scale, static; 1 where weights are stored as Gemma's are.
       implementation: one of `OPERATION.names`; None takes those of `automatic`. On a mesh of several devices
-        name `PARTITIONED`, in a plan of "triton" without a GPU `STAND_IN`.
+        name `PARTITIONED`, or call this in a shard_map, in a plan of "triton" without a GPU `STAND_IN`.
       platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
 
     Raises:

@@ -7,13 +7,14 @@ lowered without their GPU; all else is as in triton.py.
 import jax
 
 from pallas_kernels.rms_norm import triton
+from pallas_kernels.varying import vary_alike
 
 
 def rms_norm(x: jax.Array, scale_D: jax.Array, *, epsilon: float, offset: float) -> jax.Array:
     """Returns [..., D] in the place of "triton"; a program that runs it fails. Raises Unsupported where the
     kernels would."""
     triton.require_fit(x, triton.WIDEST)
-    return triton.norm(x, scale_D, epsilon, offset, launch)
+    return triton.norm(*vary_alike(x, scale_D), epsilon, offset, launch)
 
 
 def rms_norm_residual(
@@ -21,7 +22,7 @@ def rms_norm_residual(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns x and [..., D], see `rms_norm`."""
     triton.require_fit(x, triton.WIDEST)
-    return triton.norm_residual(x, scale_D, epsilon, offset, launch)
+    return triton.norm_residual(*vary_alike(x, scale_D), epsilon, offset, launch)
 
 
 def rms_norm_rotary(
@@ -29,11 +30,11 @@ def rms_norm_rotary(
 ) -> jax.Array:
     """Returns [B, T, H, C], see `rms_norm`."""
     triton.require_fit(x_BTHC, triton.WIDEST_HEAD)
-    return triton.norm_rotary(x_BTHC, scale_C, cos, sin, epsilon, offset, launch)
+    return triton.norm_rotary(*vary_alike(x_BTHC, scale_C, cos, sin), epsilon, offset, launch)
 
 
-def launch(kernel: str, arrays, numbers, outputs, **_) -> list[jax.Array]:
+def launch(kernel: str, arrays, numbers, outputs, **_) -> tuple[jax.Array, ...]:
     """As `triton.launch`; numbers are no operands, nor are they in its call."""
     structs = [jax.ShapeDtypeStruct(*output) for output in outputs]
     call = jax.ffi.ffi_call(f"jaxthru_stand_in_{kernel}", structs, vmap_method="sequential")
-    return call(*arrays)
+    return vary_alike(*call(*arrays), arrays[0])[: len(outputs)]

@@ -13,13 +13,18 @@ import pytest
 import tiny
 
 from jaxthru.engine.offload import OffloadConfig
+from jaxthru.models import gemma, moe
 from jaxthru.models.layers import RMSNorm
 from jaxthru.models.ops import Ops
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
+from pallas_kernels import dispatch
 from pallas_kernels.rms_norm import triton
 from pallas_kernels.rms_norm.reference import rms_norm, rms_norm_rotary
 
+SIZES = {"vocabulary": tiny.VOCABULARY, "layers": 2, "embed": 32, "heads": 4, "kv_heads": 2, "head_dim": 8}
+EXPERTS = moe.Config(**SIZES, experts=4, top_k=2, expert_mlp=16)
+GEMMA = gemma.Config(**SIZES, mlp=48, window=6, global_every=2)  # has qk_norm always
 KERNELS = "norm_forward", "norm_backward", "norm_rotary_forward", "norm_rotary_backward"
 
 
@@ -97,13 +102,57 @@ def test_kernels_train_as_xla_does_offloaded(called):
     assert set(called) == set(KERNELS)
 
 
-def test_on_several_devices_norms_are_xla_s():
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        pytest.param((2, 2, 2), {"remat": "projections"}, id="every_axis"),
+        pytest.param((1, 1, 2), {"loop": "scan"}, id="tensor"),
+        pytest.param((1, 2, 1), {"loop": "unroll", "ops": ("copies",)}, id="copies"),
+        pytest.param((1, 2, 1), {"loop": "unroll", "microbatches": 2, "remat": "full"}, id="microbatches"),
+        pytest.param((1, 1, 2, 2), {"of": EXPERTS}, id="experts"),
+        pytest.param((1, 2, 1), {"of": EXPERTS, "qk_norm_together": True}, id="heads_together"),
+        pytest.param((1, 1, 2), {"of": EXPERTS, "qk_norm_together": True}, id="heads_together_split"),
+        pytest.param((2, 1, 2), {"of": GEMMA}, id="gemma"),
+    ],
+)
+def test_each_device_makes_the_norms_of_its_own_tokens(mesh, settings, called):
+    """With the scale's gradient summed over them: losses of later steps depend on it."""
+    settings = settings if settings.get("of") is GEMMA else {"qk_norm": True} | settings
+    wanted = tiny.make(mesh, **settings).losses(3)
+    assert not called
+    np.testing.assert_allclose(tiny.make(mesh, **settings, rms_norm="triton").losses(3), wanted, rtol=2e-5)
+    rotated = [name for name in KERNELS if "rotary" in name]
+    assert set(called) == {*KERNELS} - {*rotated * settings.get("qk_norm_together", False)}
+
+
+def test_kernels_gather_no_activation(called):
+    """Whose partitioned call would have the tokens of all devices."""
+    gathers = set()
+    for by in ("xla", "triton"):
+        made = tiny.make((1, 2, 1), loop="unroll", qk_norm=True, rms_norm=by)
+        gathers.add(made.compiled.as_text().count(" all-gather("))
+    assert len(gathers) == 1 and 0 not in gathers
+
+
+@pytest.mark.gpu
+@pytest.mark.several_gpus
+@pytest.mark.parametrize(("mesh", "of"), [((1, 2, 1), None), ((1, 1, 2), None), ((1, 1, 1, 2), EXPERTS)])
+def test_several_gpus_train_by_kernels_as_by_xla(mesh, of):
+    if jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    losses = {by: tiny.make(mesh, of=of, qk_norm=True, rms_norm=by).losses(3) for by in ("triton", "xla")}
+    np.testing.assert_allclose(losses["triton"], losses["xla"], rtol=1e-4)
+
+
+def test_where_no_kernel_can_run_norms_are_left_to_the_partitioner():
     layout = Layout(make_mesh(MeshConfig(), jax.devices()[:1]))
     ops = Ops(layout, jnp.dtype(jnp.float32))
     assert ops.norm_by is None
     several = dataclasses.replace(ops, layout=Layout(make_mesh(MeshConfig(1, 2, 1), jax.devices()[:2])))
     assert several.norm_by == "xla"
     assert dataclasses.replace(several, rms_norm_by="reference").norm_by == "reference"
+    with dispatch.assumed("gpu"):
+        assert several.norm_by is None
 
 
 def test_a_norm_without_a_context_is_xla_s(called):
