@@ -13,7 +13,6 @@ from jaxthru.models import family
 from jaxthru.runtime.errors import require
 from jaxthru.runtime.mesh import make_mesh
 from jaxthru.runtime.sharding import Layout, check_divisible
-from pallas_kernels.adamw_8bit import PARTITIONED
 from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
 from pallas_kernels.grouped_matmul.float8 import OPERATION as GROUPED_FLOAT8
 
@@ -58,11 +57,6 @@ def validate(
         or layout.size("heads") <= 2,
         "kernels.collective_matmul = 'mosaic_gpu_adds': more than 2 devices add in any order, which "
         "train.deterministic = True rules out; choose 'mosaic_gpu'",
-    )
-    require(
-        kernels.adamw_8bit in ("auto", PARTITIONED) or layout.mesh.size == 1,
-        f"kernels.adamw_8bit = {kernels.adamw_8bit!r}: XLA does not partition it, and the mesh has "
-        f"{layout.mesh.size} devices; choose 'auto' or {PARTITIONED!r}",
     )
     if config.mesh.copies:
         check_copies(config, layout, platform or device.platform)

@@ -150,8 +150,8 @@ def _rehearsals(config: RunConfig, devices: int, segments: int) -> Rehearsals:
             device["gradients"] = sizes.layer * (sizes.item + 4 * (made.step.microbatches > 1))
         elif kind == scopes.EMBED_BACKWARD:
             device["gradients"] = 4 * sizes.table
-        elif kind in scopes.UPDATES and int8 and devices > 1:
-            # Both moments in float32, where XLA partitions the update; on one device it goes slab by slab.
+        elif kind in scopes.UPDATES and int8 and devices > 1 and made.step.optimizer.layout is None:
+            # Both moments in float32, where XLA partitions the update; a device by itself goes slab by slab.
             device["optimizer"] = 8 * (sizes.layer if kind == scopes.UPDATE_LAYER else sizes.table)
         return Breakdown(device, dict.fromkeys(CATEGORIES, 0), sum(device.values()), 0, "")
 

@@ -30,6 +30,7 @@ from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout, shardings
 from jaxthru.training.state import abstract_state
 from pallas_kernels.adamw_8bit import PARTITIONED
+from pallas_kernels.dispatch import resolve_platform
 
 OBJECTIVES: dict[str, tuple[type[Objective], dict[str, str]]] = {
     "cross_entropy": (CrossEntropy, {"z_loss": "z_loss"}),
@@ -195,6 +196,15 @@ def objective_of(
     return make(model=model, max_segments=segments, sources=sources, **given)
 
 
+def _adamw_8bit(config: RunConfig, layout: Layout, for_gpu: bool) -> tuple[str | None, Layout | None]:
+    """Returns the implementation, and the layout if each device is to run it by itself. On several devices
+    that have no kernel XLA's partitioner splits the update."""
+    several = layout.mesh.size > 1
+    left = several and not for_gpu and resolve_platform() != "gpu"
+    by = config.kernels.named("adamw_8bit") or (PARTITIONED if left else None)
+    return by, layout if several and by != PARTITIONED else None
+
+
 def assemble(
     config: RunConfig,
     layout: Layout,
@@ -214,8 +224,7 @@ def assemble(
     config = plain(config)
     train, model = config.train, bound(config, layout, attention, norm, experts)
     schedule = make_schedule(config.optim, train.steps)
-    adamw_8bit = config.kernels.named("adamw_8bit") or (PARTITIONED if layout.mesh.size > 1 else None)
-    optimizer = Optimizer(config.optim, model.weights, adamw_8bit)
+    optimizer = Optimizer(config.optim, model.weights, *_adamw_8bit(config, layout, experts is not None))
     objective = objective_of(train, model, segments, sources, masked, base_of(config, model))
     if config.offload.layered:
         objective = objective.kept

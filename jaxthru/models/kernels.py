@@ -24,8 +24,8 @@ class KernelsConfig:
     collective_matmul: what moves tokens over the mesh axis `tensor`; also `fused`, the kernels for Hopper
     where they are expected to be faster and otherwise as `auto`, or `none`, collectives that XLA's
     partitioner puts in.
-    adamw_8bit: the update of moments that are kept in 8 bits. On a mesh of several devices `auto` is
-    `reference`, which alone the partitioner can split.
+    adamw_8bit: the update of moments that are kept in 8 bits. On several devices each makes that of what it
+    has; `reference` is left to the partitioner.
     rms_norm: norms between the blocks and of queries and keys, these with their rotation.
     grouped_matmul: of the experts' tokens with their matrices, and the gradients of these.
     routing: the choice of experts, the sort of tokens by expert, and the way there and back.

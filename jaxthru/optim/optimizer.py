@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxthru.optim import shards
 from jaxthru.optim.formats import FORMATS, Format, Slot, decode, encode
 from jaxthru.runtime.errors import require
+from jaxthru.runtime.sharding import Layout
 from jaxthru.runtime.weights import WeightInfo
-from pallas_kernels import adamw_8bit
 from pallas_kernels.adamw_8bit import Adam, Scalars, join, round_stochastically, split
 
 Tree = Any
@@ -129,7 +130,8 @@ class Optimizer:
     """Updates parameters, all at once or any sub-tree of them, with one result.
 
     infos: in the structure of the parameters, what each is: a WeightInfo.
-    adamw_8bit: the implementation of `pallas_kernels.adamw_8bit`; None takes the first that can run.
+    adamw_8bit: the implementation of `pallas_kernels.adamw_8bit`; None takes the first that can run. layout:
+        of several devices that each run it on what they have, see `shards.update`.
 
     Slots are {"mu": tree, "nu": tree, "remainder": tree}, each in the structure of the parameters: the
     first and second moment (see `formats.Slot`) and what makes a bfloat16 weight its float32 master. Where a
@@ -139,6 +141,7 @@ class Optimizer:
     config: OptimConfig
     infos: Tree
     adamw_8bit: str | None = None
+    layout: Layout | None = None
 
     def init(self, params: Tree) -> tuple[Tree, Tree]:
         """Returns the weights as they are kept, and {"count": updates made (int32), "slots": slots}.
@@ -217,7 +220,8 @@ class Optimizer:
             leaf_key = None if key is None else jax.random.fold_in(key, index)
             if self._in_8_bits(info):
                 scalars = self._scalars(count, learning_rate, clip_scale, finite)
-                updated.append(self._step_8bit(gradient, weight, mu, nu, remainder, leaf_key, scalars))
+                state = gradient, weight, remainder, mu, nu
+                updated.append(self._step_8bit(info, state, leaf_key, scalars))
                 continue
             master = join(weight, remainder) if remainder is not None else weight.astype(jnp.float32)
             moments = [None if slot is None else decode(slot) for slot in (mu, nu)]
@@ -238,14 +242,13 @@ class Optimizer:
         biases = (1 - beta**updates for beta in (self.config.b1, self.config.b2))
         return Scalars(clip_scale, learning_rate, *biases, finite)
 
-    def _step_8bit(self, gradient, weight, mu, nu, remainder, key, scalars: Scalars) -> tuple:
-        """Returns what `_keep` returns, after one update of one parameter."""
+    def _step_8bit(self, info: WeightInfo, state: tuple, key, scalars: Scalars) -> tuple:
+        """Returns what `_keep` returns, after one update. state: (gradient, weight, remainder, mu, nu)."""
         config = self.config
         adam = Adam(config.b1, config.b2, config.epsilon, config.weight_decay)
         key = key if FORMATS[config.state].master == "none" else None
-        weight, remainder, mu, nu = adamw_8bit.update(
-            gradient, weight, remainder, mu, nu, key, scalars, adam, implementation=self.adamw_8bit
-        )
+        how = self.layout, info.axes, self.adamw_8bit
+        weight, remainder, mu, nu = shards.update(*how, *state, key, scalars, adam)
         return weight, mu, nu, remainder
 
     def _step(self, gradient, master, mu, nu, info: WeightInfo, count, learning_rate) -> tuple:

@@ -310,9 +310,8 @@ def _held(need: Demand, meshes: Meshes, policies: Sequence[str]) -> np.ndarray:
 
 
 def _read(need: Demand, matrix: Matrix, tokens, tensor, expert=1, chunks=1) -> np.ndarray:
-    """Returns bytes that one pass of a matrix, of each expert that a device has if there are several, moves
-    between memory and the tensor units. tokens: of each device along `expert`, which go to experts in so many
-    chunks."""
+    """Returns bytes that one pass of a matrix, or of all experts of a device, moves between memory and the
+    tensor units. tokens: of each device along `expert`, which go to experts in so many chunks."""
     inputs, outputs = matrix.inputs, matrix.outputs
     ins = inputs / tensor if matrix.split == "inputs" else inputs
     outs = outputs / tensor if matrix.split == "outputs" else outputs

@@ -22,23 +22,6 @@ def test_bfloat16_on_several_cpu_devices_is_refused_where_xla_would_abort():
         validate(config, jax.devices()[:2])
 
 
-@pytest.mark.parametrize("kernel", ["triton", "xla"])
-def test_an_update_in_8_bits_that_is_not_partitioned_is_refused_on_a_mesh(kernel):
-    def chosen(name: str):
-        settings = [f"kernels.adamw_8bit={name}", "optim.state=int8", "train.rows=8"]
-        return configuration.load("configs/quickstart.py", settings)
-
-    validate(chosen(kernel), jax.devices()[:1])
-    for partitioned in ("auto", "reference"):
-        validate(chosen(partitioned), jax.devices()[:2])
-    with pytest.raises(InputError) as refused:
-        validate(chosen(kernel), jax.devices()[:2])
-    assert str(refused.value) == (
-        f"kernels.adamw_8bit = {kernel!r}: XLA does not partition it, and the mesh has 2 devices; "
-        "choose 'auto' or 'reference'"
-    )
-
-
 @pytest.mark.parametrize(
     ("operation", "function", "setting"),
     [

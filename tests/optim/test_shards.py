@@ -1,0 +1,130 @@
+"""An update in 8 bits over several devices: each updates what it has, and all together the whole."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from runs import ROOT
+
+from jaxthru import config as configuration
+from jaxthru.build.memory_estimate import layout_of
+from jaxthru.build.step import assemble
+from jaxthru.optim import shards
+from jaxthru.optim.optimizer import OptimConfig
+from jaxthru.runtime.mesh import MeshConfig, make_mesh
+from jaxthru.runtime.sharding import Layout
+from pallas_kernels import adamw_8bit, dispatch
+from pallas_kernels.adamw_8bit import Adam, Scalars, quantise, split
+
+ADAM = Adam(0.9, 0.95, 1e-8, 0.1)
+AXES = ("embed", "mlp")
+
+
+@pytest.fixture
+def layout() -> Layout:
+    return Layout(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The implementations that were traced, and the shape of the weight of each."""
+    found, update = [], adamw_8bit.update
+
+    def noted(gradient, weight, *arguments, implementation, **how):
+        found.append((implementation, weight.shape))
+        return update(gradient, weight, *arguments, implementation=implementation, **how)
+
+    monkeypatch.setattr(adamw_8bit, "update", noted)
+    return found
+
+
+def scalars() -> Scalars:
+    return Scalars(*map(jnp.float32, (1.5, 1e-2, 0.1, 0.05)), jnp.bool(True))
+
+
+def state(shape: tuple[int, int], master: str, same: bool = False) -> tuple:
+    """Returns a gradient and what it updates. same: in each row and block."""
+    draw = np.random.default_rng(0)
+    gradient, weight, mu, nu = (
+        jnp.asarray(np.broadcast_to(draw.normal(size=(1, 1) if same else shape), shape), jnp.float32)
+        for _ in range(4)
+    )
+    weight, remainder = split(weight) if master == "split" else (weight, None)
+    if master == "none":
+        weight = weight.astype(jnp.bfloat16)
+    return gradient, weight, remainder, quantise(mu, "signed"), quantise(jnp.square(nu), "unsigned")
+
+
+def updated(layout, implementation, axes, given, key=None, lie=None):
+    """Returns the next weight and state. lie: how the arrays lie at first, if not as their axes say."""
+    place = lambda leaf: jax.device_put(leaf, layout.sharding(lie or axes)) if layout else leaf  # noqa: E731
+    update = functools.partial(shards.update, layout, axes, implementation, adam=ADAM)
+    return jax.jit(lambda given, scalars: update(*given, key, scalars))(jax.tree.map(place, given), scalars())
+
+
+@pytest.mark.parametrize("master", ["weight", "split"])
+@pytest.mark.parametrize("axes", [AXES, AXES[::-1], (None, None)], ids=str)
+def test_each_device_updates_what_it_has(master, axes, layout, ran):
+    given = state((16, 1024), master)
+    wanted = updated(None, "reference", axes, given)
+    found = updated(layout, "xla", axes, given)
+    local = {"embed": 2, "mlp": 2, None: 1}
+    assert ran[1:] == [("xla", (16 // local[axes[0]], 1024 // local[axes[1]]))]
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert found[0].sharding.is_equivalent_to(layout.sharding(axes), 2)
+
+
+def test_blocks_that_lie_across_devices_are_left_to_the_partitioner(layout, ran):
+    for last in (256, 768 // 2, 48):  # of which a half has other blocks than the whole
+        ran.clear()
+        given = state((16, last), "weight")
+        wanted = updated(None, "reference", AXES, given)
+        found = updated(layout, "xla", AXES, given, lie=(AXES[0], None))
+        assert ran[1:] == [("reference", (16, last))]
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_each_device_rounds_by_bits_of_its_own_and_copies_stay_equal(layout):
+    """Where all have the same numbers, only these tell them apart."""
+    weight, *_ = updated(layout, "xla", AXES, state((16, 1024), "none", same=True), jax.random.key(3))
+    parts = {}
+    for shard in weight.addressable_shards:
+        parts.setdefault(str(shard.index), []).append(np.asarray(shard.data).astype(np.float32))
+    assert len(parts) == 4 and all(np.array_equal(*copies) for copies in parts.values())
+    first, *others = (copies[0] for copies in parts.values())
+    assert not any(np.array_equal(first, other) for other in others)
+    assert len(np.unique(weight.astype(jnp.float32))) == 2  # the two nearest
+
+
+@pytest.mark.parametrize("settings", [{}, {"loop": "unroll", "microbatches": 2}], ids=str)
+def test_a_model_trains_so_as_partitioned(settings):
+    optim = OptimConfig(learning_rate=1e-2, state="split_master_int8")
+    made = tiny.make((1, 2, 2), optim=optim, embed=512, mlp=512, **settings)
+    optimizer = dataclasses.replace(made.step.optimizer, adamw_8bit="xla", layout=made.layout)
+    by_shard = dataclasses.replace(made, step=dataclasses.replace(made.step, optimizer=optimizer))
+    np.testing.assert_allclose(by_shard.losses(3), made.losses(3), rtol=1e-5)
+
+
+def test_kernels_are_for_several_gpus():
+    """And `reference` for other devices, unless another is named; in plans, which are for GPUs, too."""
+
+    def made(devices: int = 2, by: str = "auto", **how):
+        settings = ["optim.state=int8", "train.rows=8", "mesh.fsdp=-1", f"kernels.adamw_8bit={by}"]
+        config = configuration.load(ROOT / "configs" / "quickstart.py", settings)
+        layout = layout_of(config, devices)
+        how = {"attention": "xla", "segments": 4, "sources": 1} | how
+        optimizer = assemble(config, layout, **how).step.optimizer
+        return optimizer.adamw_8bit, optimizer.layout is layout
+
+    assert made(1) == (None, False)
+    assert made() == made(by="reference") == ("reference", False)
+    assert made(by="xla") == ("xla", True)
+    assert made(experts=(None, None)) == (None, True)
+    with dispatch.assumed("gpu"):
+        assert made() == (None, True)
