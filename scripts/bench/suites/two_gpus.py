@@ -16,16 +16,16 @@ layers ran 436 T a second, with nothing computed again.
     row            each way, a GPU and step                    in ms             ceiling           last
     fsdp           3 × 2.8 GB: gathered forward and backward,  3 × 10 behind     1.00 of one GPU   0.951; by
                    scattered; 2 × where kept                   397                                 copies .981
-    fsdp_1b        3 × 1.2 GB                                  3 × 4.5 behind    1.00              0.951; by
-                                                               459                                 copies .970
+    fsdp_1b        3 × 1.2 GB                                  3 × 4.5 behind    1.00              0.973 by
+                                                               459                                 copies
     fsdp_0_6b      3 × 0.6 GB                                  3 × 2.2 behind    1.00              1.017; by
                                                                329                                 copies 1.01
-    tensor         8 layers × (4 forward, 6 backward) × 67 MB  20, exposed 19    1.089 × plain     1.071
+    tensor         8 layers × (4 forward, 6 backward) × 67 MB  20, exposed 19    1.089 × plain     1.079
                                                                of 234 by plain
     tuned          33.5 or 67 MB, a gather's backward twice    84 or 168 by TMA  of each case, in its record
-    experts_12     12 layers × 4 × 134 MB                      23 of 478, in     1.00; 0.95 if     0.893
+    experts_12     12 layers × 4 × 134 MB                      23 of 478, in     1.00; 0.95 if     0.924
                                                                2 chunks          all exposed
-    experts_ways   the same; in 1 part 15 ms less for weights'  418 planned;     copies in 1 part  not run
+    experts_ways   the same; in 1 part 15 ms less for weights'  418 planned;     copies in 1 part  1.038
                    gradients and 12 more exposed; by copies    in 1 part 415;    1.025 × 2 parts
                    own tokens stay, and if they run at 400     by copies 419,    by collectives
                    GB/s and slow no product, 11 ms less        in 2 parts 426
