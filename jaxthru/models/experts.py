@@ -147,25 +147,31 @@ def _collected(ops: Ops, arrays: tuple[jax.Array, ...], over: tuple[str, ...]) -
 
 
 def _copied(ops: Ops, arrays: tuple[jax.Array, ...], over: tuple[str, ...]) -> list[Part]:
-    """Returns the tokens of this device, which need not move, and `mesh.expert_chunks` parts of each other
-    device's. So what is copied is joined with nothing, and the first part waits for no copy."""
+    """Returns `mesh.expert_chunks` parts of each other device's tokens and, last, those of this device, which
+    need not move: what becomes of the others' goes home while these are multiplied. What is copied is joined
+    with nothing."""
     x_nD, *routing = arrays
     parts = math.gcd(ops.expert_chunks, len(x_nD))
     own, *others = _for_each(x_nD, jax.lax.axis_size(over))
-    found = [Part((own, *routing), lambda y_nD: y_nD)]
+    found = []
     with jax.named_scope(DISPATCH):
         for away, x_nD in enumerate(others, 1):
             home = functools.partial(copies.moved, axis_name=over, by=away)
             pieces = zip(*(jnp.split(array, parts) for array in (x_nD, *routing)), strict=True)
-            found += [
-                Part(tuple(copies.moved(each, over, -away) for each in piece), home) for piece in pieces
-            ]
-    return found
+            found += [Part(_fetched(over, -away, *piece), home) for piece in pieces]
+    return [*found, Part((own, *routing), lambda y_nD: y_nD)]
+
+
+def _fetched(over: tuple[str, ...], by: int, x_nD: jax.Array, *routing: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the arrays of another device. Their routing follows the tokens, which so are on their way while
+    the router works: XLA has one copy under way at a time, and would have that of the routing first."""
+    x_nD = copies.moved(x_nD, over, by)
+    return x_nD, *(copies.moved(_after(x_nD, each), over, by) for each in routing)
 
 
 def _sum_of_copied(made: Sequence[jax.Array]) -> jax.Array:
     """Returns what the devices have made of this one's tokens, added up in float32 and rounded once."""
-    own_nD, *others = made
+    *others, own_nD = made
     parts = len(own_nD) // len(others[0])
     with jax.named_scope(COMBINE):
         copied = (jnp.concatenate(others[at : at + parts]) for at in range(0, len(others), parts))

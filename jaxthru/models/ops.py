@@ -188,7 +188,8 @@ class Ops:
             matrices = tuple(self.kept(self._whole(*pair)) for pair in zip(matrices, axes, strict=True))
             if self.collective:
                 return product(x_NI, matrices, **how)
-            return tuple(x_NI @ matrix for matrix in matrices)
+            each = fan_out(x_NI, len(matrices))
+            return tuple(x_NI @ matrix for x_NI, matrix in zip(each, matrices, strict=True))
 
         in_specs = self.layout.spec((before, axes[0][0])), stored
         out_specs = tuple(self.layout.spec((after, of[1])) for of in axes)

@@ -1,6 +1,5 @@
 """What is planned for mixtures of experts: rows that a device has room for, and a plan that fits does."""
 
-import collections
 import re
 import subprocess
 import sys
@@ -87,24 +86,42 @@ def test_qwen3_235b_fits_128_described_h200s():
     assert abs(plan.peak_device / GIB / peak - 1) < 0.05, (plan.peak_device / GIB, peak)
 
 
+def moved_beside(devices: int, work: str, *settings: str) -> set[tuple[str, str, bool]]:
+    """Returns (collective, scope, whether on the way back) of the experts' tokens that are under way while
+    instructions run whose lines say `work`: in the order that XLA gives a step of one layer on described
+    H200s."""
+    shape = "model.embed=1024", "model.heads=8", "model.head_dim=128", "model.layers=1", "train.rows=16"
+    settings = *SMALL, *shape, "mesh.fsdp=1", "precision.matmul=compute", *settings
+    config = configuration.load("configs/qwen3_235b_a22b.py", settings)
+    target = aot.TARGETS["h200"]
+    made, _, _ = memory.traced(config, target, devices, 8)
+    text = memory.compiled(made, target, devices).hlo
+    assert "is_scheduled=true" in text.partition("\n")[0]
+    beside, under_way, kinds = set(), {}, "all-gather|reduce-scatter|collective-permute"
+    for line in text.splitlines():
+        if found := re.search(rf"%?(\S+) = .* ({kinds})-start\(", line):
+            if scope := re.search("/(dispatch|combine)/", line):
+                under_way[found[1]] = found[2], scope[1], "transpose(" in line
+        elif found := re.search(rf" (?:{kinds})-done\(%?([\w.\-]+)\)", line):
+            under_way.pop(found[1], None)
+        elif work in line:
+            beside |= {*under_way.values()}
+    return beside
+
+
 @cuda
 @pytest.mark.slow(minutes=0.4)
 def test_a_part_of_the_tokens_moves_while_another_is_multiplied():
-    """In the order that XLA gives a step of one layer on eight described H200s, forward and backward."""
-    shape = "model.embed=1024", "model.heads=8", "model.head_dim=128", "model.layers=1", "train.rows=16"
-    settings = *SMALL, *shape, "mesh.fsdp=1", "remat.policy=attention", "precision.matmul=compute"
-    config = configuration.load("configs/qwen3_235b_a22b.py", settings)
-    target = aot.TARGETS["h200"]
-    made, _, _ = memory.traced(config, target, 8, 8)
-    text = memory.compiled(made, target, 8).hlo
-    assert "is_scheduled=true" in text.partition("\n")[0]
-    beside, under_way = collections.Counter(), {}
-    for line in text.splitlines():
-        if found := re.search(r"%?(\S+) = .* (all-gather|reduce-scatter)-start\(", line):
-            if "/dispatch/" in line or "/combine/" in line:
-                under_way[found[1]] = found[2], "transpose(" in line
-        elif found := re.search(r" (?:all-gather|reduce-scatter)-done\(%?([\w.\-]+)\)", line):
-            under_way.pop(found[1], None)
-        elif "jaxthru_stand_in_grouped_matmul" in line:
-            beside.update({*under_way.values()})
-    assert set(beside) >= {("all-gather", False), ("all-gather", True), ("reduce-scatter", False)}, beside
+    beside = moved_beside(8, "jaxthru_stand_in_grouped_matmul", "remat.policy=attention")
+    there, back = ("all-gather", "dispatch"), ("reduce-scatter", "combine")
+    assert beside >= {(*there, False), (*there, True), (*back, False)}, beside
+
+
+@cuda
+@pytest.mark.slow(minutes=0.3)
+@pytest.mark.parametrize(
+    ("scope", "work"), [("dispatch", "/router/"), ("combine", "jaxthru_stand_in_grouped_matmul")]
+)
+def test_copied_tokens_come_behind_the_router_and_go_home_behind_a_device_s_own(scope, work):
+    beside = moved_beside(2, work, "mesh.expert=2", "mesh.transfers=copies", "remat.policy=none")
+    assert ("collective-permute", scope, False) in beside, beside

@@ -31,7 +31,7 @@ layers ran 436 T a second, with nothing computed again.
                    GB/s and slow no product, 11 ms less        in 2 parts 426
     experts_whole  48 layers × 6 × 134 MB; forward is          140 of 2,030, in  16,100 tokens/s,  14,005 at
                    computed again, 865 TFLOP; 97 GiB of        2 chunks: 27 ms   16 rows           16 rows
-                   state read and written, 43 ms; 131 GiB as   exposed by its
+                   state read and written, 43 ms; 130 GiB as   exposed by its
                    compiled, of which 30 are gradients; at     schedule
                    8 rows 128.5, and 132.0 as run
     experts_skewed 0.6 × the experts' 89 TFLOP of a GPU more   107 on 478        1.00 of that      0.972
@@ -70,8 +70,8 @@ WAYS = {
     for way in ("collectives", "copies")
     for chunks in (2, 1)
 }
-PARTS = "mesh.expert_chunks=2"  # in one part it would need 142.1 GiB as compiled, by copies 135.7
-WHOLE = f"{MOE} {PARTS} train.microbatches=1 offload.level=none offload.fraction=1.0 remat.policy=full"
+COPIES = "mesh.transfers=copies"  # which `auto` takes where something else is left to it
+WHOLE = f"{MOE} {COPIES} train.microbatches=1 offload.level=none offload.fraction=1.0 remat.policy=full"
 
 
 @dataclasses.dataclass(frozen=True)
