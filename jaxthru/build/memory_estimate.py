@@ -20,6 +20,7 @@ from jaxthru.build.memory_sizes import (
     experts_stand_in,
     norm_stand_in,
     stacked,
+    update_in_8_bits,
     without_triton,
 )
 from jaxthru.build.step import Assembled, assemble
@@ -70,7 +71,7 @@ class Room:
         if plan.peak_device > self.device:
             short.append(
                 f"does not fit: {gib(plan.peak_device)} GiB on the device, which has {gib(self.device)}; "
-                "more micro-batches, remat.policy or offload.level make it less"
+                "more micro-batches, remat.policy, offload.level or mesh.expert_chunks make it less"
             )
         if plan.peak_host > self.host:
             short.append(
@@ -150,9 +151,8 @@ def _rehearsals(config: RunConfig, devices: int, segments: int) -> Rehearsals:
             device["gradients"] = sizes.layer * (sizes.item + 4 * (made.step.microbatches > 1))
         elif kind == scopes.EMBED_BACKWARD:
             device["gradients"] = 4 * sizes.table
-        elif kind in scopes.UPDATES and int8 and devices > 1 and made.step.optimizer.layout is None:
-            # Both moments in float32, where XLA partitions the update; a device by itself goes slab by slab.
-            device["optimizer"] = 8 * (sizes.layer if kind == scopes.UPDATE_LAYER else sizes.table)
+        elif kind in scopes.UPDATES and int8 and devices > 1:  # one device goes slab by slab
+            device["optimizer"] = update_in_8_bits(made)[kind == scopes.UPDATE_LAYER]
         return Breakdown(device, dict.fromkeys(CATEGORIES, 0), sum(device.values()), 0, "")
 
     return made.rehearsals(needs)

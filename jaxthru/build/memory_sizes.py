@@ -20,7 +20,10 @@ from jaxthru.engine.walk import linearised_block
 from jaxthru.models.ops import Ops
 from jaxthru.models.remat import EXPERT_HIDDEN, kept_bytes
 from jaxthru.models.stage import Stage, distinct
+from jaxthru.optim.formats import FORMATS
+from jaxthru.optim.shards import parts_of_whole_blocks
 from jaxthru.runtime.sharding import Layout
+from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels import dispatch
 from pallas_kernels.attention import STAND_IN, automatic, cudnn_packed
 from pallas_kernels.grouped_matmul import STAND_IN as STAND_IN_OF_ROWS
@@ -215,6 +218,25 @@ def _work(stage: Stage, ops: Ops, tokens: int, stream: int, layer: int) -> int:
         hidden = tokens * stage.mixture.rows(experts) * stage.kept[EXPERT_HIDDEN]
         moved += layer // ops.compute.itemsize + hidden * share
     return round(WORK * tokens * of(rows=0) + ROW_WORK * tokens * by_row * share + moved)
+
+
+def update_in_8_bits(made: Assembled) -> tuple[int, int]:
+    """Returns the bytes of a device that an update takes beside the state: of embedding or head, and of a
+    layer. Where XLA partitions it both moments are float32; else what goes to other devices for it is there
+    twice, with its gradient."""
+    optimizer, layout = made.step.optimizer, made.step.optimizer.layout
+
+    def taken(info: WeightInfo, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
+        if not (info.trains and info.decays):
+            return None
+        spec = layout and layout.spec(info.axes)
+        return None if layout and parts_of_whole_blocks(layout, info.axes, leaf.shape) == spec else leaf
+
+    bytes_of = FORMATS[optimizer.config.state].bytes_per_parameter()
+    each = 8 if layout is None else 2 * (sum(bytes_of) + made.step.model.ops.compute.itemsize)
+    pairs = zip(split_stages(made.step.model.weights), split_stages(made.abstract["params"]), strict=True)
+    embedding, head, *layers = (round(each * _on_a_device(jax.tree.map(taken, *pair))) for pair in pairs)
+    return max(embedding, head), max(layers)
 
 
 def _trained(infos: Any, tree: Any) -> int:

@@ -30,7 +30,6 @@ from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout, shardings
 from jaxthru.training.state import abstract_state
 from pallas_kernels.adamw_8bit import PARTITIONED
-from pallas_kernels.dispatch import resolve_platform
 
 OBJECTIVES: dict[str, tuple[type[Objective], dict[str, str]]] = {
     "cross_entropy": (CrossEntropy, {"z_loss": "z_loss"}),
@@ -110,7 +109,7 @@ def bound(
         routing_by=config.kernels.named("routing"),
         weighted_swiglu_by=activation,
         copies=config.mesh.copies,
-        expert_chunks=config.mesh.chunks(layout.size("experts") * layout.size("mlp")),
+        expert_chunks=config.mesh.chunks(layout.size("experts"), layout.size("mlp")),
         keep_parameters=config.remat.keep_parameters,
         for_gpu=experts is not None,
     )
@@ -196,13 +195,10 @@ def objective_of(
     return make(model=model, max_segments=segments, sources=sources, **given)
 
 
-def _adamw_8bit(config: RunConfig, layout: Layout, for_gpu: bool) -> tuple[str | None, Layout | None]:
-    """Returns the implementation, and the layout if each device is to run it by itself. On several devices
-    that have no kernel XLA's partitioner splits the update."""
-    several = layout.mesh.size > 1
-    left = several and not for_gpu and resolve_platform() != "gpu"
-    by = config.kernels.named("adamw_8bit") or (PARTITIONED if left else None)
-    return by, layout if several and by != PARTITIONED else None
+def _adamw_8bit(config: RunConfig, ops: Ops) -> tuple[str | None, Layout | None]:
+    """Returns the implementation, and the layout if each of several devices is to run it by itself."""
+    by = config.kernels.named("adamw_8bit") or (PARTITIONED if ops.partitioned else None)
+    return by, ops.layout if ops.layout.mesh.size > 1 and by != PARTITIONED else None
 
 
 def assemble(
@@ -224,7 +220,7 @@ def assemble(
     config = plain(config)
     train, model = config.train, bound(config, layout, attention, norm, experts)
     schedule = make_schedule(config.optim, train.steps)
-    optimizer = Optimizer(config.optim, model.weights, *_adamw_8bit(config, layout, experts is not None))
+    optimizer = Optimizer(config.optim, model.weights, *_adamw_8bit(config, model.ops))
     objective = objective_of(train, model, segments, sources, masked, base_of(config, model))
     if config.offload.layered:
         objective = objective.kept

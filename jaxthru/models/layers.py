@@ -73,8 +73,9 @@ def bias(axes: tuple[str, ...], shape: tuple[int, ...]) -> Weight:
 
 
 TOKENS: Axes = ("tokens", None)
+"""How the residual stream lies, of which norms are made."""
 HEADS: Axes = ("batch", "sequence", "heads", "head_dim")
-"""Of what norms are made of: of the residual stream, and of queries; keys' heads are split as theirs are."""
+"""The same of queries; keys' heads are split as theirs are."""
 
 
 class RMSNorm(nnx.Module):

@@ -76,9 +76,13 @@ class Ops:
 
     @property
     def norm_by(self) -> str | None:
-        """What norms take as `implementation`. Where no kernel can run XLA's partitioner splits them."""
-        left = self.layout.mesh.size > 1 and resolve_platform() != "gpu"
-        return self.rms_norm_by or (PARTITIONED if left else None)
+        """What norms take as `implementation`."""
+        return self.rms_norm_by or (PARTITIONED if self.partitioned else None)
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether XLA's partitioner splits what each of several GPUs has a kernel for."""
+        return self.layout.mesh.size > 1 and not self.for_gpu and resolve_platform() != "gpu"
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Lays an activation out as its logical axes say."""

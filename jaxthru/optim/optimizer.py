@@ -220,8 +220,8 @@ class Optimizer:
             leaf_key = None if key is None else jax.random.fold_in(key, index)
             if self._in_8_bits(info):
                 scalars = self._scalars(count, learning_rate, clip_scale, finite)
-                state = gradient, weight, remainder, mu, nu
-                updated.append(self._step_8bit(info, state, leaf_key, scalars))
+                given = gradient, weight, remainder, mu, nu
+                updated.append(self._step_8bit(info, given, leaf_key, scalars))
                 continue
             master = join(weight, remainder) if remainder is not None else weight.astype(jnp.float32)
             moments = [None if slot is None else decode(slot) for slot in (mu, nu)]
@@ -242,13 +242,13 @@ class Optimizer:
         biases = (1 - beta**updates for beta in (self.config.b1, self.config.b2))
         return Scalars(clip_scale, learning_rate, *biases, finite)
 
-    def _step_8bit(self, info: WeightInfo, state: tuple, key, scalars: Scalars) -> tuple:
-        """Returns what `_keep` returns, after one update. state: (gradient, weight, remainder, mu, nu)."""
+    def _step_8bit(self, info: WeightInfo, given: shards.State, key, scalars: Scalars) -> tuple:
+        """Returns what `_keep` returns, after one update of one parameter."""
         config = self.config
         adam = Adam(config.b1, config.b2, config.epsilon, config.weight_decay)
         key = key if FORMATS[config.state].master == "none" else None
-        how = self.layout, info.axes, self.adamw_8bit
-        weight, remainder, mu, nu = shards.update(*how, *state, key, scalars, adam)
+        updated = shards.update(self.layout, info.axes, given, key, scalars, adam, self.adamw_8bit)
+        weight, remainder, mu, nu = updated
         return weight, mu, nu, remainder
 
     def _step(self, gradient, master, mu, nu, info: WeightInfo, count, learning_rate) -> tuple:

@@ -140,8 +140,8 @@ class Meshes(NamedTuple):
 
     def chunks(self, need: Demand) -> np.ndarray:
         """Returns the parts in which a layer's tokens go to experts, of which other devices have a part."""
-        sharing = self.expert * self.tensor
-        return np.where(sharing > 1, need.chunks or usual_chunks(sharing), 1)
+        chunks = need.chunks or usual_chunks(self.expert, self.tensor)
+        return np.where(self.expert * self.tensor > 1, chunks, 1)
 
     def share(self, experts: float, others: float) -> np.ndarray:
         """Returns a device's part over `expert` and `tensor` of so many numbers of experts, and others."""

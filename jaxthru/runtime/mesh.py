@@ -28,8 +28,8 @@ class MeshConfig:
     tensor: shards of heads, MLP width and vocabulary, and between blocks of the tokens of each row.
     expert: shards of the experts of a mixture-of-experts model, 8 at most; to all other layers it is `data`.
     expert_chunks: parts in which a layer's tokens move over `expert` and back: while one is multiplied, the
-    next one is on its way. Fewer parts have more rows for each expert's product. None is 1 for experts over
-    two devices, where that was measured to be faster, and 2 over more, to and from which more has to move.
+    next one is on its way. Fewer parts have more rows for each expert's product. None is 1 for
+    mesh.expert = 2 with mesh.tensor = 1, where that was measured to be faster, else 2.
     transfers: `collectives` move parameters and their gradients over `fsdp`, or `copies`, which GPUs of one
     process make with their copy engines (`runtime.copies`), as they then do for tokens of experts and for
     `ring`. `auto` takes copies where they were measured to be as fast or faster, and fit
@@ -61,9 +61,9 @@ class MeshConfig:
         """Whether permutes between GPUs are to be copies."""
         return self.transfers == "copies"
 
-    def chunks(self, devices: int) -> int:
-        """Returns `expert_chunks` for layers whose experts are shared by so many devices."""
-        return self.expert_chunks or usual_chunks(devices)
+    def chunks(self, expert: int, tensor: int) -> int:
+        """Returns `expert_chunks` of layers whose experts lie over so many devices of these axes."""
+        return self.expert_chunks or usual_chunks(expert, tensor)
 
     def shape(self, devices: int) -> dict[str, int]:
         """Returns the size of each of AXES on this many devices. Raises InputError if they cannot fill it."""
@@ -86,9 +86,9 @@ class MeshConfig:
         )
 
 
-def usual_chunks(devices: int | np.ndarray) -> int | np.ndarray:
-    """Returns in how many parts tokens move to experts that so many devices share, where nothing is said."""
-    return 1 + (devices > 2)
+def usual_chunks(expert: int | np.ndarray, tensor: int | np.ndarray) -> int | np.ndarray:
+    """Returns in how many parts tokens move to experts over so many devices, where nothing is said."""
+    return 2 - ((expert == 2) & (tensor == 1))
 
 
 def shape_of(values: Mapping[str, Any], devices: int) -> dict[str, int]:

@@ -90,13 +90,15 @@ def test_kernels_train_as_xla_does(loop, remat, called):
     assert set(called) == set(KERNELS)
 
 
-def test_kernels_train_as_xla_does_offloaded(called):
-    shape = {"loop": "unroll", "remat": "projections", "qk_norm": True}
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2)])
+def test_kernels_train_as_xla_does_offloaded(mesh, called):
+    shape = {"mesh": mesh, "loop": "unroll", "remat": "projections", "qk_norm": True}
     wanted = tiny.make(**shape).losses(3)
-    step, state = tiny.dispatched(tiny.make(**shape, rms_norm="triton"), OffloadConfig(level="optimizer"))
+    made = tiny.make(**shape, rms_norm="triton")
+    step, state = tiny.dispatched(made, OffloadConfig(level="optimizer"))
     found = []
     for index in range(3):
-        state, metrics = step(state, tiny.make(**shape).batch(index))
+        state, metrics = step(state, made.batch(index))
         found.append(float(metrics["loss"]))
     np.testing.assert_allclose(found, wanted, rtol=2e-5)
     assert set(called) == set(KERNELS)

@@ -62,8 +62,8 @@ def state(shape: tuple[int, int], master: str, same: bool = False) -> tuple:
 def updated(layout, implementation, axes, given, key=None, lie=None):
     """Returns the next weight and state. lie: how the arrays lie at first, if not as their axes say."""
     place = lambda leaf: jax.device_put(leaf, layout.sharding(lie or axes)) if layout else leaf  # noqa: E731
-    update = functools.partial(shards.update, layout, axes, implementation, adam=ADAM)
-    return jax.jit(lambda given, scalars: update(*given, key, scalars))(jax.tree.map(place, given), scalars())
+    update = functools.partial(shards.update, layout, axes, adam=ADAM, implementation=implementation)
+    return jax.jit(lambda given, scalars: update(given, key, scalars))(jax.tree.map(place, given), scalars())
 
 
 @pytest.mark.parametrize("master", ["weight", "split"])
@@ -79,15 +79,31 @@ def test_each_device_updates_what_it_has(master, axes, layout, ran):
     assert found[0].sharding.is_equivalent_to(layout.sharding(axes), 2)
 
 
-def test_blocks_that_lie_across_devices_are_left_to_the_partitioner(layout, ran):
-    for last in (256, 768 // 2, 48):  # of which a half has other blocks than the whole
-        ran.clear()
-        given = state((16, last), "weight")
-        wanted = updated(None, "reference", AXES, given)
-        found = updated(layout, "xla", AXES, given, lie=(AXES[0], None))
-        assert ran[1:] == [("reference", (16, last))]
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-6)
+@pytest.mark.parametrize("last", [256, 384, 48])  # of which a half has other blocks than the whole
+@pytest.mark.parametrize("rows", [16, 6])
+def test_parts_whose_blocks_would_be_cut_go_along_another_dim(rows, last, layout, ran):
+    """Or, where none can be split so far, the partitioner splits the update; but no kernel that is named."""
+    given, lie = state((rows, last), "weight"), (AXES[0], None)
+    wanted = updated(None, "reference", AXES, given)
+    if rows == 6:
+        with pytest.raises(
+            dispatch.Unsupported, match=r"adamw_8bit: xla: needs a dim of \(6, \d+\)"
+        ) as refused:
+            updated(layout, "xla", AXES, given, lie=lie)
+        assert refused.value.operation == "adamw_8bit"
+    found = updated(layout, "xla" if rows == 16 else None, AXES, given, lie=lie)
+    assert ran[1:] == [("xla", (4, last)) if rows == 16 else ("reference", (6, last))]
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_such_parts_move_by_no_gather(layout):
+    """An all-to-all there and back: of a device's own part alone."""
+    place = lambda leaf: jax.device_put(leaf, layout.sharding((AXES[0], None)))  # noqa: E731
+    update = functools.partial(shards.update, layout, AXES, adam=ADAM, implementation="xla")
+    given = jax.tree.map(place, state((16, 256), "split"))
+    text = jax.jit(lambda given: update(given, None, scalars())).lower(given).compile().as_text()
+    assert " all-gather(" not in text
 
 
 def test_each_device_rounds_by_bits_of_its_own_and_copies_stay_equal(layout):

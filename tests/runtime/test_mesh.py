@@ -85,8 +85,9 @@ def test_experts_are_split_over_their_axis_and_all_else_is_data_there():
 
 
 def test_tokens_go_to_experts_in_the_parts_that_are_asked_for_or_usual():
-    assert [MeshConfig().chunks(devices) for devices in (1, 2, 4, 8)] == [1, 1, 2, 2]
-    assert [MeshConfig(expert_chunks=3).chunks(devices) for devices in (2, 8)] == [3, 3]
+    shapes = (2, 1), (1, 2), (2, 2), (8, 1)
+    assert [MeshConfig().chunks(*shape) for shape in shapes] == [1, 2, 2, 2]
+    assert [MeshConfig(expert_chunks=3).chunks(*shape) for shape in shapes] == [3] * 4
 
 
 def test_what_does_not_divide_is_named():
