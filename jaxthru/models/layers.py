@@ -84,8 +84,7 @@ class RMSNorm(nnx.Module):
     offset: what stands in the scale's place is the scale less this, as Gemma stores 1 + its weights.
 
     Each of its calls takes the run's context, by whose kernels it is made; without one XLA makes it. On
-    several devices what a context comes with is laid out as a model's: [N, D] over tokens, heads over rows
-    and heads.
+    several devices it also makes what is no [N, D] over tokens, and no [B, T, H, C] that is then rotated.
     """
 
     def __init__(self, size: int, epsilon: float, offset: float = 0.0):
@@ -110,13 +109,15 @@ class RMSNorm(nnx.Module):
 
     def _made(self, norm: Callable, axes: Axes, context: Context | None, x: jax.Array, *rotary: jax.Array):
         """Returns a norm of x, whose dims carry these logical axes, as an operation of `rms_norm` has it."""
-        by = PARTITIONED if context is None else context.ops.norm_by
+        layout = context and context.ops.layout
+        several = layout and layout.mesh.size > 1
+        left = context is None or (several and x.ndim != len(axes))
+        by = PARTITIONED if left else context.ops.norm_by
         made = functools.partial(norm, epsilon=self.epsilon, offset=self.offset, implementation=by)
         arrays = x, self.scale[...], *rotary
-        if by == PARTITIONED or context.ops.layout.mesh.size == 1:
+        if by == PARTITIONED or not several:
             return made(*arrays)
         # A kernel is a call, of which XLA's partitioner would gather all operands.
-        layout = context.ops.layout
         of_x, of_rows = layout.spec(axes), layout.spec(axes[:1])
         specs = of_x, PartitionSpec(), *[of_rows] * len(rotary)
         return layout.shard_map(made, specs, of_x, check_vma=True)(*arrays)

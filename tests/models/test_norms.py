@@ -157,6 +157,16 @@ def test_where_no_kernel_can_run_norms_are_left_to_the_partitioner():
         assert several.norm_by is None
 
 
+def test_a_norm_of_other_dims_is_xla_s_on_several_devices(called):
+    """As families outside of jaxthru may have it: heads that are not rotated."""
+    ops = tiny.make((1, 2, 1), rms_norm="triton").step.model.ops
+    norm, context = RMSNorm(16, 1e-5), types.SimpleNamespace(ops=ops)
+    np.testing.assert_allclose(norm(jnp.ones((3, 5, 16)), context), 1.0, rtol=1e-4)
+    assert not called
+    np.testing.assert_allclose(norm(jnp.ones((4, 16)), context), 1.0, rtol=1e-4)
+    assert called == ["norm_forward"]
+
+
 def test_a_norm_without_a_context_is_xla_s(called):
     """As families outside of jaxthru may call it, which name no kernels."""
     norm, x = RMSNorm(16, 1e-5), jnp.ones((3, 16))
