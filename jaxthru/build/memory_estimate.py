@@ -139,6 +139,7 @@ def _rehearsals(config: RunConfig, devices: int, segments: int) -> Rehearsals:
     made, workspace = _assembled(dataclasses.replace(config, offload=OffloadConfig()), devices, segments)
     made = dataclasses.replace(made, offload=config.offload)
     sizes, int8 = Sizes.of(made, workspace), FORMATS[config.optim.state].moments == "int8"
+    updates = update_in_8_bits(made) if int8 and devices > 1 else (0, 0)  # one device goes slab by slab
 
     def needs(name: str, _: Any) -> Breakdown:
         kind, device = scopes.program_of(name), dict.fromkeys(CATEGORIES, 0)
@@ -151,8 +152,8 @@ def _rehearsals(config: RunConfig, devices: int, segments: int) -> Rehearsals:
             device["gradients"] = sizes.layer * (sizes.item + 4 * (made.step.microbatches > 1))
         elif kind == scopes.EMBED_BACKWARD:
             device["gradients"] = 4 * sizes.table
-        elif kind in scopes.UPDATES and int8 and devices > 1:  # one device goes slab by slab
-            device["optimizer"] = update_in_8_bits(made)[kind == scopes.UPDATE_LAYER]
+        elif kind in scopes.UPDATES:
+            device["optimizer"] = updates[kind == scopes.UPDATE_LAYER]
         return Breakdown(device, dict.fromkeys(CATEGORIES, 0), sum(device.values()), 0, "")
 
     return made.rehearsals(needs)

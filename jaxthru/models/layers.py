@@ -109,15 +109,17 @@ class RMSNorm(nnx.Module):
 
     def _made(self, norm: Callable, axes: Axes, context: Context | None, x: jax.Array, *rotary: jax.Array):
         """Returns a norm of x, whose dims carry these logical axes, as an operation of `rms_norm` has it."""
-        layout = context and context.ops.layout
-        several = layout and layout.mesh.size > 1
-        left = context is None or (several and x.ndim != len(axes))
-        by = PARTITIONED if left else context.ops.norm_by
-        made = functools.partial(norm, epsilon=self.epsilon, offset=self.offset, implementation=by)
+        made = functools.partial(norm, epsilon=self.epsilon, offset=self.offset)
         arrays = x, self.scale[...], *rotary
-        if by == PARTITIONED or not several:
-            return made(*arrays)
+        if context is None:
+            return made(*arrays, implementation=PARTITIONED)
+        layout, by = context.ops.layout, context.ops.norm_by
+        if layout.mesh.size == 1:
+            return made(*arrays, implementation=by)
+        if by == PARTITIONED or x.ndim != len(axes):
+            return made(*arrays, implementation=PARTITIONED)
         # A kernel is a call, of which XLA's partitioner would gather all operands.
+        made = functools.partial(made, implementation=by)
         of_x, of_rows = layout.spec(axes), layout.spec(axes[:1])
         specs = of_x, PartitionSpec(), *[of_rows] * len(rotary)
         return layout.shard_map(made, specs, of_x, check_vma=True)(*arrays)

@@ -40,7 +40,7 @@ OPERATION = Operation(
 )
 
 PARTITIONED = "reference"
-"""What XLA's partitioner can split: the only one for parameters that lie on a mesh of several devices."""
+"""What XLA's partitioner can split: on a mesh of several devices the one for outside a shard_map."""
 
 
 def update(
@@ -68,7 +68,7 @@ def update(
       key: to round by, or None. Implementations draw other bits from it.
       scalars, adam: what is the same for all parameters.
       implementation: one of `OPERATION.names`; None takes "triton" on an NVIDIA GPU where it can run, and
-        else "xla". On a mesh of several devices name `PARTITIONED`.
+        else "xla". On a mesh of several devices name `PARTITIONED`, or call this in a shard_map.
       platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
 
     Raises:

@@ -59,11 +59,18 @@ def state(shape: tuple[int, int], master: str, same: bool = False) -> tuple:
     return gradient, weight, remainder, quantise(mu, "signed"), quantise(jnp.square(nu), "unsigned")
 
 
-def updated(layout, implementation, axes, given, key=None, lie=None):
-    """Returns the next weight and state. lie: how the arrays lie at first, if not as their axes say."""
+def prepared(layout, implementation, axes, given, key=None, lie=None):
+    """Returns an update as JAX stages it, and its arguments. lie: how the arrays lie at first, if not as
+    their axes say."""
     place = lambda leaf: jax.device_put(leaf, layout.sharding(lie or axes)) if layout else leaf  # noqa: E731
     update = functools.partial(shards.update, layout, axes, adam=ADAM, implementation=implementation)
-    return jax.jit(lambda given, scalars: update(given, key, scalars))(jax.tree.map(place, given), scalars())
+    return jax.jit(lambda given, scalars: update(given, key, scalars)), jax.tree.map(place, given), scalars()
+
+
+def updated(*how, **more):
+    """Returns the next weight and state."""
+    update, *arguments = prepared(*how, **more)
+    return update(*arguments)
 
 
 @pytest.mark.parametrize("master", ["weight", "split"])
@@ -99,11 +106,8 @@ def test_parts_whose_blocks_would_be_cut_go_along_another_dim(rows, last, layout
 
 def test_such_parts_move_by_no_gather(layout):
     """An all-to-all there and back: of a device's own part alone."""
-    place = lambda leaf: jax.device_put(leaf, layout.sharding((AXES[0], None)))  # noqa: E731
-    update = functools.partial(shards.update, layout, AXES, adam=ADAM, implementation="xla")
-    given = jax.tree.map(place, state((16, 256), "split"))
-    text = jax.jit(lambda given: update(given, None, scalars())).lower(given).compile().as_text()
-    assert " all-gather(" not in text
+    update, *arguments = prepared(layout, "xla", AXES, state((16, 256), "split"), lie=(AXES[0], None))
+    assert " all-gather(" not in update.lower(*arguments).compile().as_text()
 
 
 def test_each_device_rounds_by_bits_of_its_own_and_copies_stay_equal(layout):

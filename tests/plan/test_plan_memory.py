@@ -346,13 +346,19 @@ COMPILED = [
 ]
 
 
+OVER = "mesh.fsdp=2 train.rows=4", "mesh.fsdp=2 mesh.tensor=2"
+"""Where arithmetic is more than 5 % over since norms are kernels there: it has matmuls of weights' gradients
+put off until after attention, as fits the others."""
+
+
 @pytest.mark.parametrize(("segments", "settings", "compiled"), COMPILED)
 def test_the_arithmetic_is_near_what_was_compiled(segments, settings, compiled):
     named = "remat.policy=projections", "model.loop=unroll"
     config = load("llama3_8b_8layer", "model.layers=4", *named, *settings.split())
     devices = math.prod(size for size in dataclasses.astuple(config.mesh)[:3] if size != -1)
     plan, _ = memory_estimate.estimate(config, devices=devices, segments=segments)
-    assert -0.05 < plan.peak_device / GIB / compiled - 1 < 0.08, plan.peak_device / GIB
+    over = plan.peak_device / GIB / compiled - 1
+    assert -0.05 < over < (0.08 if settings in OVER else 0.05), plan.peak_device / GIB
     assert sum(plan.device.values()) == plan.peak_device
 
 
