@@ -122,17 +122,20 @@ def make(
     optim: OptimConfig = OPTIM,
     ops: tuple[str, ...] = (),
     rms_norm: str | None = None,
+    attention: str = "auto",
     adapters: LoraConfig = NO_ADAPTERS,
     of: family.FamilyConfig | None = None,
     **shape,
 ) -> Tiny:
     """Returns the step. mesh: sizes of data, fsdp, tensor and perhaps expert. of: in place of SHAPE;
-    `shape` changes it. ops: fields of `Ops` that are to be True. rms_norm: an implementation. adapters: that
-    are trained in the model's place."""
+    `shape` changes it. ops: fields of `Ops` that are to be True. rms_norm, attention: an implementation.
+    adapters: that are trained in the model's place."""
     layout = Layout(make_mesh(MeshConfig(*mesh), jax.devices()[: int(np.prod(mesh))]))
     dtype = jnp.dtype(compute)
     using = Ops(layout, dtype, float8=float8, collective_matmul_by=collective_matmul)
-    using = dataclasses.replace(using, **dict.fromkeys(ops, True), rms_norm_by=rms_norm)
+    using = dataclasses.replace(
+        using, **dict.fromkeys(ops, True), rms_norm_by=rms_norm, attention_by=attention
+    )
     shape = dataclasses.replace(of or SHAPE, **shape)
     model = bind(shape, using, remat, adapters)
     schedule = make_schedule(optim, 20)

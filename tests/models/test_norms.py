@@ -142,7 +142,8 @@ def test_kernels_gather_no_activation(called):
 def test_several_gpus_train_by_kernels_as_by_xla(mesh, of):
     if jax.device_count() < 2:
         pytest.skip("needs two GPUs")
-    losses = {by: tiny.make(mesh, of=of, qk_norm=True, rms_norm=by).losses(3) for by in ("triton", "xla")}
+    shape = {"of": of, "qk_norm": True, "attention": "xla"}
+    losses = {by: tiny.make(mesh, **shape, rms_norm=by).losses(3) for by in ("triton", "xla")}
     np.testing.assert_allclose(losses["triton"], losses["xla"], rtol=1e-4)
 
 

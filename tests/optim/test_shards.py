@@ -18,7 +18,7 @@ from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
 from pallas_kernels import adamw_8bit, dispatch
-from pallas_kernels.adamw_8bit import Adam, Scalars, quantise, split
+from pallas_kernels.adamw_8bit import Adam, Scalars, join, quantise, split
 
 ADAM = Adam(0.9, 0.95, 1e-8, 0.1)
 AXES = ("embed", "mlp")
@@ -129,6 +129,29 @@ def test_a_model_trains_so_as_partitioned(settings):
     optimizer = dataclasses.replace(made.step.optimizer, adamw_8bit="xla", layout=made.layout)
     by_shard = dataclasses.replace(made, step=dataclasses.replace(made.step, optimizer=optimizer))
     np.testing.assert_allclose(by_shard.losses(3), made.losses(3), rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.several_gpus
+@pytest.mark.parametrize("axes", [AXES, AXES[::-1]], ids=str)
+@pytest.mark.parametrize("master", ["weight", "split"])
+def test_several_gpus_update_by_kernels_as_by_their_definition(master, axes):
+    """The last dim, over two GPUs, has blocks that both would have; so that one case moves its parts."""
+    if jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    layout = Layout(make_mesh(MeshConfig(fsdp=2), jax.devices()[:2]))
+    given = state((512, 768), master)
+    found = updated(layout, "triton", axes, given, lie=(None, None))
+    wanted = updated(None, "reference", axes, given)
+    np.testing.assert_allclose(*(weight_of(*each[:2]) for each in (found, wanted)), rtol=1e-5, atol=1e-7)
+    for mine, theirs in zip(found[2:], wanted[2:], strict=True):
+        assert np.abs(np.asarray(mine.codes, int) - np.asarray(theirs.codes, int)).max() <= 1
+        np.testing.assert_allclose(mine.scale, theirs.scale, rtol=1e-6)
+
+
+def weight_of(weight: jax.Array, remainder: jax.Array | None) -> np.ndarray:
+    """Returns the weight in float32."""
+    return np.asarray(weight if remainder is None else join(weight, remainder))
 
 
 def test_kernels_are_for_several_gpus():
