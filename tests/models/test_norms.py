@@ -143,7 +143,8 @@ def test_several_gpus_train_by_kernels_as_by_xla(mesh, of):
     if jax.device_count() < 2:
         pytest.skip("needs two GPUs")
     shape = {"of": of, "qk_norm": True, "attention": "xla"}
-    losses = {by: tiny.make(mesh, **shape, rms_norm=by).losses(3) for by in ("triton", "xla")}
+    with jax.default_matmul_precision("highest"):  # TF32 has what norms round go on to the fourth digit
+        losses = {by: tiny.make(mesh, **shape, rms_norm=by).losses(3) for by in ("triton", "xla")}
     np.testing.assert_allclose(losses["triton"], losses["xla"], rtol=1e-4)
 
 
