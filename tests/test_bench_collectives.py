@@ -48,6 +48,19 @@ def test_a_step_that_hides_everything_exposes_nothing(bench):
     assert found["computing"] == 1
 
 
+def test_a_trace_says_on_what_its_run_was_made(bench, tmp_path):
+    of_run = bench("measure.exposed_collectives").of_run
+    trace = tmp_path / "profile" / "20" / "production" / "0" / "vm.xplane.pb"
+    assert of_run(trace) == {}
+    versions = {"versions": {"jax": "0.11.2"}, "python": "3.12.3", "backend": "cuda 13000"}
+    known = versions | {"devices": {"kind": "NVIDIA H200", "count": 2}, "flags": {}}
+    (tmp_path / "environment.json").write_text(json.dumps(known))
+    assert of_run(trace) == {
+        "device": {"kind": "NVIDIA H200", "count": 2},
+        "versions": {"jax": "0.11.2", "python": "3.12.3", "backend": "cuda 13000"},
+    }
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", ["qkv_apart", "down"])
 def test_every_call_of_a_timed_program_is_made(name, backward, bench):

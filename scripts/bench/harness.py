@@ -264,13 +264,13 @@ def provenance() -> dict[str, Any]:
     """Returns where a result of jaxthru's own comes from: device, versions, commit and command."""
     from jaxthru.training.run_directory import environment  # here, for it loads JAX
 
-    where = environment()
-    return {
-        "device": where["devices"],
-        "versions": where["versions"] | {"python": where["python"], "backend": where["backend"]},
-        "commit": commit(),
-        "command": command(),
-    }
+    return made_on(environment()) | {"commit": commit(), "command": command()}
+
+
+def made_on(environment: dict[str, Any]) -> dict[str, Any]:
+    """Returns the device and the versions of a process, of what its environment.json has."""
+    versions = environment["versions"] | {name: environment[name] for name in ("python", "backend")}
+    return {"device": environment["devices"], "versions": versions}
 
 
 def run(main: Callable[[], int]) -> int:

@@ -10,6 +10,7 @@ trace takes the next one too, and part of another that has been dispatched by th
 """
 
 import collections
+import json
 import sys
 from pathlib import Path
 
@@ -85,7 +86,15 @@ def read(arguments) -> dict:
     require(path.is_file(), f"{path}: no .xplane.pb there")
     devices = {name: measure(*found) for name, found in events(path).items() if all(found)}
     require(devices, f"{path}: no GPU there ran both collectives and kernels")
-    return {"trace": path.name, "devices": devices}
+    return {"trace": path.name, "devices": devices} | of_run(path)
+
+
+def of_run(trace: Path) -> dict:
+    """Returns the device and the versions of the run whose trace it is; nothing of one that was moved."""
+    for folder in trace.absolute().parents:
+        if (known := folder / "environment.json").is_file():
+            return harness.made_on(json.loads(known.read_text()))
+    return {}
 
 
 trace = harness.option("trace", type=Path, help="a .xplane.pb or a folder with one")

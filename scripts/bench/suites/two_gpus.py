@@ -14,26 +14,28 @@ row, is 235 model TFLOP a GPU and took 397 ms alone; a token of Qwen3-30B-A3B is
 layers ran 436 T a second, with nothing computed again.
 
     row            each way, a GPU and step                    in ms             ceiling           last
-    fsdp           3 × 2.8 GB: gathered forward and backward,  3 × 10 behind     1.00 of one GPU   0.951; by
-                   scattered; 2 × where kept                   397                                 copies .981
-    fsdp_1b        3 × 1.2 GB                                  3 × 4.5 behind    1.00              0.973 by
-                                                               459                                 copies
-    fsdp_0_6b      3 × 0.6 GB                                  3 × 2.2 behind    1.00              1.017; by
-                                                               329                                 copies 1.01
+    fsdp           3 × 2.8 GB: gathered forward and backward,  3 × 10 behind     1.00 of one GPU   0.983
+                   scattered; 2 × where kept                   397
+    fsdp_1b        3 × 1.2 GB                                  3 × 4.5 behind    1.00              0.973
+                                                               459
+    fsdp_0_6b      3 × 0.6 GB                                  3 × 2.2 behind    1.00              1.013
+                                                               329
     tensor         8 layers × (4 forward, 6 backward) × 67 MB  20, exposed 19    1.089 × plain     1.079
                                                                of 234 by plain
     tuned          33.5 or 67 MB, a gather's backward twice    84 or 168 by TMA  of each case, in its record
-    experts_12     12 layers × 4 × 134 MB                      23 of 478, in     1.00; 0.95 if     0.924
-                                                               2 chunks          all exposed
-    experts_ways   the same; in 1 part 15 ms less for weights'  418 planned;     copies in 1 part  1.038
-                   gradients and 12 more exposed; by copies    in 1 part 415;    1.025 × 2 parts
-                   own tokens stay, and if they run at 400     by copies 419,    by collectives
-                   GB/s and slow no product, 11 ms less        in 2 parts 426
-    experts_whole  48 layers × 6 × 134 MB; forward is          140 of 2,030, in  16,100 tokens/s,  14,005 at
-                   computed again, 865 TFLOP; 97 GiB of        2 chunks: 27 ms   16 rows           16 rows
-                   state read and written, 43 ms; 130 GiB as   exposed by its
-                   compiled, of which 30 are gradients; at     schedule
-                   8 rows 128.5, and 132.0 as run
+    experts_12     12 layers × 4 × 134 MB                      404 planned, of   1.00; 0.95 if     0.936
+                                                               490 alone         all exposed
+    experts_       the same; no GPU waits for one with more    2 % exposed       0.97
+      balanced     tokens
+    experts_ways   the same as experts_12; in 1 part 15 ms     418 planned;      copies in 1 part  1.038
+                   less for weights' gradients and 12 more     in 1 part 415;    1.025 × 2 parts
+                   exposed; by copies own tokens stay, and     by copies 419,    by collectives
+                   if they run at 400 GB/s and slow no         in 2 parts 426
+                   product, 11 ms less
+    experts_whole  48 layers × 6 × 134 MB; forward is          140 of 2,030      16,100 tokens/s,  16,546 at
+                   computed again, 865 TFLOP; 97 GiB of                          16 rows           16 rows
+                   state read and written, 43 ms; 129 GiB as
+                   compiled, of which 30 are gradients
     experts_skewed 0.6 × the experts' 89 TFLOP of a GPU more   107 on 478        1.00 of that      0.972
 
 `tuned`, of the kernel in bursts over plain: bar (ceiling, of the last record): gather 28672 forward 1.08
@@ -226,6 +228,7 @@ def after_tuning(name: str, shapes: tuple[str, ...], seconds: float) -> dict[str
     return of_overlap(name, shell, seconds, *bars, waits=True)
 
 
+OF_ONE_ALONE = Bar("of_one", 0.95, "{:.3g} × one GPU's tokens per second, a GPU")
 EXPOSED = Bar("exposed", 0.03, "{:.0%} exposed transport", most=True)
 # fmt: off
 ROWS = (
@@ -250,9 +253,10 @@ ROWS = (
     | of_overlap("tune", searched(*MISSED, seconds=160), 160, waits=True)
     | after_tuning("tuned", GATHERS, 300) | after_tuning("tuned_scatter", SCATTERS, 210)
     | {"experts_12": Experts("Qwen3-30B-A3B, 12 layers, expert=2", "qwen3_30b_a3b_12layer", common=AUTO,
-                             settings=RESIDENT,
-                             bars=(Bar("of_one", 0.95, "{:.3g} × one GPU's tokens per second, a GPU"),),
-                             pair=MOE)}
+                             settings=RESIDENT, bars=(OF_ONE_ALONE,), pair=MOE)}
+    | {"experts_balanced": Experts("the same, all experts given as many tokens", "qwen3_30b_a3b_12layer",
+                                   common=AUTO, settings=f"{RESIDENT} model.force_load_balancing=true",
+                                   bars=(OF_ONE_ALONE,), pair=MOE)}
     | {"exposed": Kernels("the same, what its trace shows", "qwen3_30b_a3b_12layer", "", (EXPOSED,),
                           common=AUTO, shell=overlap.traced(base=MOE.split()), seconds=120, name="exposed")}
     | {"experts_skewed": Skewed("the same, a router that gives one GPU 1.6 times the mean",
