@@ -39,7 +39,7 @@ from jaxthru.training import local_tier
 from jaxthru.training.base_files import BaseFiles
 from jaxthru.training.checkpoint import Checkpointer, newest_step
 from jaxthru.training.display import final_table, open_progress
-from jaxthru.training.goodput import EVALUATION, PROFILE, SAVE, open_goodput
+from jaxthru.training.goodput import EVALUATION, PLACEMENT, PROFILE, SAVE, open_goodput
 from jaxthru.training.record import open_record
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.sinks.tracker import check_trackers, left_behind
@@ -64,11 +64,11 @@ def train(
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
     goodput = open_goodput(directory.path, start, times)
     directory.cut(start)
-    evaluation, sinks = built.evaluation(), (times, Stalls(), Stragglers(peers.current()))
+    evaluation, placement = built.evaluation(), built.expert_placement()
     with (
         goodput,
         heap_frozen(),
-        open_record(config.metrics, directory, start, *sinks) as record,
+        open_record(config.metrics, directory, start, times, Stalls(), Stragglers(peers.current())) as record,
         built.batches(data_state) as batches,
         open_progress(steps, start) as progress,
         Watchdog(end=peers.current().end) as watchdog,
@@ -76,9 +76,8 @@ def train(
         peers.current().telling(),  # what is around it may take long to leave
     ):
         timer = built.step_timer(int(state["skipped"]), started, record, progress, watchdog)
-        model = facts_of(config)
-        step_of = built.compiled, built.recompile, start, steps
-        profile = open_profile(config.profile, directory.profile, *step_of, present, model, progress.wait)
+        about = built.compiled, built.recompile, start, steps, present, facts_of(config), progress.wait
+        profile = open_profile(config.profile, directory.profile, *about)
 
         def evaluate(step: int) -> None:
             with timer.between_steps(), profile.span("evaluate"), goodput.spending(EVALUATION):
@@ -112,10 +111,13 @@ def train(
             profile.after(step - 1)
             last = step == steps
             tier = checkpointer.due(step, last)
-            if evaluation.due(step, last) or tier:
+            if evaluation.due(step, last) or tier or placement.due(step):
                 timer.finish_step()  # a checkpoint never runs ahead of the record
                 profile.after(step)
                 state = built.compiled.settled(state)
+                if placement.due(step):  # of the last step too: the run may be made longer
+                    with timer.between_steps(), profile.span("place_experts"), goodput.spending(PLACEMENT):
+                        state = placement(state, metrics)
                 if evaluation.due(step, last):
                     evaluate(step)
                 if tier:
@@ -127,11 +129,10 @@ def train(
             save(step)  # of a run that only had a local one of its last step, too
         if step < steps and config.checkpoint.last:
             log.info("stopped after step %d; the state is saved", step)
-        with watchdog.paused():
-            with goodput.spending(SAVE):
-                checkpointer.wait()
-            with goodput.spending(PROFILE):
-                profile.finish()  # once nothing can be lost any more
+        with watchdog.paused(), goodput.spending(SAVE):
+            checkpointer.wait()
+        with watchdog.paused(), goodput.spending(PROFILE):
+            profile.finish()  # once nothing can be lost any more
     return exit_codes.FINISHED if step >= steps else stop.exit_code
 
 

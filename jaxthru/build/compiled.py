@@ -34,6 +34,7 @@ from jaxthru.data.loading.placement import local_rows
 from jaxthru.data.loading.planned_batches import Batches
 from jaxthru.data.loading.state import DataState
 from jaxthru.engine.dispatched import DispatchedStep
+from jaxthru.engine.expert_placement import ExpertPlacement
 from jaxthru.engine.inline import CompiledStep
 from jaxthru.engine.model import Model
 from jaxthru.engine.step import Batch, State, Step
@@ -99,6 +100,11 @@ class Build:
             return saved
         config = replaced(self.config, {"lora.adapter": None})
         return with_base(saved, dataclasses.replace(self, config=config).first_state())
+
+    def expert_placement(self) -> ExpertPlacement:
+        """Returns what places experts anew as they are used; those of a frozen base stay where they are."""
+        every = 0 if self.config.lora.on else self.config.mesh.place_experts_every
+        return ExpertPlacement(self.step.model, every)
 
     def place(self, batch: dict[str, np.ndarray], rows: int) -> Batch:
         """Returns this process's part of a batch of so many rows as the global batch on the devices."""

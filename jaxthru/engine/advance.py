@@ -13,31 +13,52 @@ from jaxthru.engine.terms import Terms
 from jaxthru.models.stage import Stage
 
 Tree = Any
+Rows = int | np.ndarray
 
 
 def by_stage(model: Model, terms: Terms) -> list[Callable[[Tree], Tree] | None]:
     """Returns what advances each tree of `split_stages`: params -> params, of stacked layers stacked ones;
     None where nothing does. terms: of a whole step."""
+
+    def of_tree(stage: Stage, rows: dict[str, Rows]) -> Callable[[Tree], Tree] | None:
+        if stage.advance is None:
+            return None
+        counted = {name: terms[name][of] for name, of in rows.items()}
+        stacked = any(isinstance(of, np.ndarray) for of in rows.values())
+        return _advance(stage, counted, stacked)
+
+    return [of_tree(stage, rows) for stage, rows in rows_by_stage(model)]
+
+
+def rows_by_stage(model: Model) -> list[tuple[Stage, dict[str, Rows]]]:
+    """Returns of each tree of `split_stages` its stage, and where its layer is in each of the metrics of
+    `layers` that it has; of stacked layers where all of them are, [layers]."""
     chain, rows = model.chain, []
     seen: collections.Counter[str] = collections.Counter()
     for stage in (chain.embedding, *chain.layers, chain.head):
         rows.append({name: seen[name] for name in stage.by_layer})
         seen.update(stage.by_layer)
     first, *of_layers, last = rows
-    found = [_of_one(chain.embedding, terms, first), _of_one(chain.head, terms, last)]
+    found: list[tuple[Stage, dict[str, Rows]]] = [(chain.embedding, first), (chain.head, last)]
     for group in chain.groups:
         layers, count = group.blocks * group.repetitions, len(group.blocks)
         own, of_layers = of_layers[: len(layers)], of_layers[len(layers) :]
         if model.loop == "unroll":
-            found += [_of_one(stage, terms, row) for stage, row in zip(layers, own, strict=True)]
+            found += zip(layers, own, strict=True)
         else:
-            found += [_of_several(stage, terms, own[at::count]) for at, stage in enumerate(group.blocks)]
+            found += [(stage, _together(own[at::count])) for at, stage in enumerate(group.blocks)]
     return found
+
+
+def _together(rows: list[dict[str, int]]) -> dict[str, Rows]:
+    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
 
 def of_layer(stage: Stage, terms: Terms) -> Callable[[Tree], Tree] | None:
     """Returns what advances a layer's params. terms: of that layer alone, over the step."""
-    return _of_one(stage, terms, dict.fromkeys(stage.by_layer, 0))
+    if stage.advance is None:
+        return None
+    return _advance(stage, {name: terms[name][0] for name in stage.by_layer}, stacked=False)
 
 
 def where(used: jax.Array, advance: Callable[[Tree], Tree], params: Tree) -> Tree:
@@ -49,18 +70,9 @@ def where(used: jax.Array, advance: Callable[[Tree], Tree], params: Tree) -> Tre
     )
 
 
-def _of_one(stage: Stage, terms: Terms, rows: dict[str, int]) -> Callable[[Tree], Tree] | None:
-    if stage.advance is None:
-        return None
-    counted = {name: terms[name][row] for name, row in rows.items()}
-    return lambda params: stage.advance(params, counted)
-
-
-def _of_several(stage: Stage, terms: Terms, rows: list[dict[str, int]]) -> Callable[[Tree], Tree] | None:
-    if stage.advance is None:
-        return None
-    counted = {name: terms[name][np.array([row[name] for row in rows])] for name in stage.by_layer}
-    return lambda params: jax.vmap(stage.advance)(params, counted)
+def _advance(stage: Stage, counted: Terms, stacked: bool) -> Callable[[Tree], Tree]:
+    advance = jax.vmap(stage.advance) if stacked else stage.advance
+    return lambda params: advance(params, counted)
 
 
 def updated(stage: Stage, infos: Tree) -> Tree:

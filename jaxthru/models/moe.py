@@ -187,10 +187,15 @@ def _block(config: Config, dense: bool, windowed: bool) -> Stage:
         kept=kept(config),
         matmul_flops=matmul_flops(config),
         metrics=router.METRICS,
-        mixture=Mixture(config.top_k, config.experts),
+        mixture=Mixture(config.top_k, config.experts, _together(config)),
         scopes=(scopes.ROUTER, scopes.DISPATCH, scopes.EXPERTS, scopes.COMBINE),
         advance=router.BiasUpdate(config.bias_rate, ("mlp", "router", "bias")) if config.bias_rate else None,
     )
+
+
+def _together(config: Config) -> int:
+    """Returns the experts of a group, 1 where groups have no say."""
+    return config.experts // config.expert_groups if config.top_groups < config.expert_groups else 1
 
 
 def kept(config: Config) -> dict[str, int]:

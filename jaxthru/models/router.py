@@ -36,10 +36,10 @@ class Router(nnx.Module):
 
     def __init__(self, config: Any, rngs: nnx.Rngs):
         # No matrix: its gradient and state are float32, and nothing splits, decays or orthogonalises it.
-        info = WeightInfo((None, None), "bias", inputs=(0,))
+        info = WeightInfo((None, "routed"), "bias", inputs=(0,))
         self.weight = drawn(rngs, info, (config.embed, config.experts), config.embed**-0.5)
         if config.bias_rate:
-            still = WeightInfo((None,), "bias", trains=False)
+            still = WeightInfo(("routed",), "bias", trains=False)
             self.bias = Weight(jnp.zeros((config.experts,), jnp.float32), info=still)
         self.biased, self.losses = bool(config.bias_rate), (config.aux_loss, config.router_z_loss)
         self.rule = {

@@ -65,10 +65,12 @@ class Extras(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """A stage's mixture of experts: `top_k` of so many `experts` for each token."""
+    """A stage's mixture of experts: `top_k` of so many `experts` for each token. together: so many of them
+    that lie side by side are chosen among as a group."""
 
     top_k: int
     experts: int
+    together: int = 1
 
     def rows(self, devices: int) -> float:
         """Returns the rows for which a device has room, over those that it has where all experts are equally

@@ -30,6 +30,9 @@ class MeshConfig:
     expert_chunks: parts in which a layer's tokens move over `expert` and back: while one is multiplied, the
     next one is on its way. Fewer parts have more rows for each expert's product. None is 1 for
     mesh.expert = 2 with mesh.tensor = 1, where that was measured to be faster, else 2.
+    place_experts_every: steps between two looks at how many tokens the experts of each device are given;
+    where devices differ, experts change places (`engine.expert_placement`). The first looks are after steps
+    1, 10 and 100; 0 is never.
     transfers: `collectives` move parameters and their gradients over `fsdp`, or `copies`, which GPUs of one
     process make with their copy engines (`runtime.copies`), as they then do for tokens of experts and for
     `ring`. `auto` takes copies where they were measured to be as fast or faster, and fit
@@ -41,6 +44,7 @@ class MeshConfig:
     tensor: int = 1
     expert: int = 1
     expert_chunks: int | None = None
+    place_experts_every: int = 1000
     transfers: Literal["auto", "collectives", "copies"] = "auto"
 
     def __post_init__(self):
@@ -51,6 +55,8 @@ class MeshConfig:
         self._check_expert(self.expert)
         chunks = self.expert_chunks
         require(chunks is None or chunks >= 1, f"mesh.expert_chunks = {chunks}: must be at least 1, or None")
+        every = self.place_experts_every
+        require(every >= 0, f"mesh.place_experts_every = {every}: must be at least 0, which is never")
 
     @property
     def _wanted(self) -> dict[str, int]:

@@ -22,10 +22,12 @@ LOGICAL_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "head_dim": (),
     "layers": (),
     "experts": ("expert",),
+    "routed": (),
 }
 """A mesh axis serves one dim of an array. Where two ask for it, the one higher in this table gets it: an
 activation's `batch` takes `fsdp` and `expert`, so that only in parameters `embed` and `experts` are sharded
-over them. Parameters without `experts` are whole along `expert`, as they are along `data`.
+over them. Parameters without `experts` are whole along `expert`, as they are along `data`. `routed` counts
+experts too, in routers, which each device has whole.
 
 `tokens` is rows × positions in one dim: between a model's blocks `tensor` splits the tokens of each shard of
 `batch`, in order (sequence parallelism), so that gathering them over `tensor` is all that it takes to have

@@ -41,8 +41,8 @@ SAVE = "unproductive_checkpoint_save_time"
 RESTORE = "unproductive_checkpoint_restore_time"
 WASTED = "wasted_progress_from_disruption"
 RECOVERY = "infrastructure_recovery_from_disruption"
-EVALUATION, PROFILE, SKIPPED = (
-    f"custom_badput_events.{name}" for name in ("evaluation", "profile", "skipped")
+EVALUATION, PLACEMENT, PROFILE, SKIPPED = (
+    f"custom_badput_events.{name}" for name in ("evaluation", "expert_placement", "profile", "skipped")
 )
 OTHER = "other"
 CATEGORIES = {
@@ -56,6 +56,7 @@ CATEGORIES = {
     WASTED: "steps made again after a restart",
     RECOVERY: "between an end and the next start",
     EVALUATION: "evaluating",
+    PLACEMENT: "placing experts",
     PROFILE: "profiling",
     SKIPPED: "updates skipped as not finite",
     OTHER: "not accounted for",
@@ -124,9 +125,8 @@ class GoodputLog(contextlib.AbstractContextManager):
         if self._writes:
             from jaxthru.training.goodput_picture import picture
 
-            with contextlib.suppress(
-                ValueError, OSError
-            ):  # of a full disk, say: the run has ended well without
+            # Of a full disk, say: the run has ended well without.
+            with contextlib.suppress(ValueError, OSError):
                 write_atomically(self._path.with_name(PICTURE), picture(account(self._path.parent)))
 
     def _write(self, event: str, at: float | None = None, **more: Any) -> None:

@@ -17,6 +17,7 @@ MIXTURE = {
 WAYS = {
     "scan": {"profile__at": PROFILED, "profile__steps": 3},
     "offloaded": {"model__loop": "unroll", "remat__policy": "full", "offload__level": "parameters"},
+    "placed": {"devices": 2, "mesh__fsdp": 1, "mesh__expert": 2, "mesh__place_experts_every": 2},
 }
 COUNTED = ("expert_load_max", "expert_entropy", "balance_loss")
 
@@ -26,7 +27,7 @@ def place(tmp_path_factory):
     settings = SETTINGS | MIXTURE
     made = make_workplace(tmp_path_factory.mktemp("experts"), settings=settings, forks=True)
     for way, settings in WAYS.items():
-        made.run(way, **settings)
+        (made.folder / f"{way}.log").write_text(made.run(way, **settings))
     return made
 
 
@@ -51,6 +52,23 @@ def test_a_profile_shows_the_parts_of_a_layer_of_experts(place):
         assert {(part, "forward"), (part, "backward")} <= phases, part
     assert ledger["expert_tokens"] == place.metrics("scan")[0]["expert_tokens"]
     assert "Tokens of each expert" in (folder / "report.html").read_text()
+
+
+def test_experts_are_placed_anew_between_steps(place):
+    """And the losses stay those of one device."""
+    assert "experts placed anew: the busiest of 2 devices has" in (place.folder / "placed.log").read_text()
+    events = map(json.loads, (place.folder / "placed" / "goodput.jsonl").read_text().splitlines())
+    assert "custom_badput_events.expert_placement" in {event["event"] for event in events}
+    for step, found in place.losses("placed").items():
+        assert found == pytest.approx(place.losses("scan")[step], rel=1e-4)
+
+
+def test_two_processes_place_them_alike(place):
+    settings = {key: value for key, value in WAYS["placed"].items() if key != "devices"}
+    for process in place.start_job("processes", 2, **settings):
+        output = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, output
+    assert place.losses("processes") == place.losses("placed")
 
 
 @pytest.mark.parametrize("way", WAYS)

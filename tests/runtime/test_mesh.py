@@ -80,6 +80,10 @@ def test_experts_are_split_over_their_axis_and_all_else_is_data_there():
         MeshConfig(expert=9)
     with pytest.raises(InputError, match=r"mesh.expert_chunks = 0: must be at least 1, or None"):
         MeshConfig(expert_chunks=0)
+    with pytest.raises(
+        InputError, match=r"mesh.place_experts_every = -1: must be at least 0, which is never"
+    ):
+        MeshConfig(place_experts_every=-1)
     with pytest.raises(InputError, match=r"model.experts = 3: must be a multiple of mesh.expert = 2"):
         check_divisible(made, {"model.experts": ("experts", 3)})
 

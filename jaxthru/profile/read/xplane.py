@@ -16,7 +16,7 @@ from typing import Any
 
 from jax.profiler import ProfileData
 
-SPANS = ("data_wait", "dispatch", "checkpoint", "evaluate")
+SPANS = ("data_wait", "dispatch", "checkpoint", "evaluate", "place_experts")
 """The loop's annotations: what the host does."""
 
 COPIES = {

@@ -71,11 +71,14 @@ def card_bytes() -> int | None:
 
 def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespace) -> dict:
     """Returns what the steps took and did."""
-    state = built.first_state()
+    state, placement, step = built.first_state(), built.expert_placement(), 0
 
     def dispatch():
-        nonlocal state
+        nonlocal state, step
         state, metrics = built.compiled(state, next(batches))
+        step += 1
+        if placement.due(step):  # as a run does
+            state = placement(built.compiled.settled(state), metrics)
         return metrics
 
     timing = timed_loop.timed(

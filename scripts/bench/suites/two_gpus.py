@@ -23,8 +23,9 @@ layers ran 436 T a second, with nothing computed again.
     tensor         8 layers × (4 forward, 6 backward) × 67 MB  20, exposed 19    1.089 × plain     1.079
                                                                of 234 by plain
     tuned          33.5 or 67 MB, a gather's backward twice    84 or 168 by TMA  of each case, in its record
-    experts_12     12 layers × 4 × 134 MB                      404 planned, of   1.00; 0.95 if     0.936
-                                                               490 alone         all exposed
+    experts_12     12 layers × 4 × 134 MB                      404 planned, of   1.00; 0.97 where  0.936, where
+                                                               490 alone         experts change    they did
+                                                                                 places            not
     experts_       the same; no GPU waits for one with more    2 % exposed       0.97
       balanced     tokens
     experts_ways   the same as experts_12; in 1 part 15 ms     418 planned;      copies in 1 part  1.038

@@ -1,0 +1,185 @@
+"""Experts that change places change no number that a model gives, and share out the tokens."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxthru.engine.expert_placement import ExpertPlacement, busiest, dealt
+from jaxthru.engine.model import split_stages
+from jaxthru.engine.offload import OffloadConfig
+from jaxthru.models import moe
+from jaxthru.models.router import TOKENS
+from jaxthru.optim.optimizer import OptimConfig
+
+SHAPE = moe.Config(
+    **{"vocabulary": tiny.VOCABULARY, "layers": 3, "embed": 32, "heads": 4, "kv_heads": 2, "head_dim": 8},
+    **{"experts": 8, "top_k": 2, "expert_mlp": 16, "dense_first": 1, "mlp": 32, "bias_rate": 1e-2},
+)
+GROUPED = moe.Config(
+    **{"vocabulary": tiny.VOCABULARY, "layers": 1, "embed": 32, "heads": 4, "kv_heads": 2, "head_dim": 8},
+    **{"experts": 8, "top_k": 2, "expert_mlp": 16, "expert_groups": 4, "top_groups": 2},
+)
+
+
+@functools.cache
+def made(mesh: tuple[int, ...], **settings) -> tiny.Tiny:
+    return tiny.make(mesh, of=SHAPE, **settings)
+
+
+def after_a_step(of: tiny.Tiny) -> tuple[dict, dict]:
+    return of.compiled(of.fresh(), of.batch(0))
+
+
+def experts_of(state: dict) -> np.ndarray:
+    """Returns a matrix of each expert of the last layer, which tells it from the others."""
+    return np.asarray(jax.tree.leaves(split_stages(state["params"])[-1]["mlp"]["down"])[0])[
+        ..., 0, 0
+    ].reshape(-1, 8)[-1]
+
+
+def test_the_busiest_experts_are_dealt_first():
+    counts = np.array([9, 8, 1, 1, 1, 1, 1, 2])
+    order = dealt(counts, 2)
+    assert sorted(order) == [*range(8)]
+    assert counts[order].reshape(2, 4).sum(axis=1).tolist() == [12, 12]
+    np.testing.assert_array_equal(dealt(np.full(8, 5), 4), dealt(np.full(8, 5), 4))
+
+
+def test_no_device_is_given_more_than_its_share_of_experts():
+    counts = np.array([100, 1, 1, 1, 1, 1, 1, 1])
+    order = dealt(counts, 4)
+    assert sorted(order) == [*range(8)]
+    assert busiest(counts[order][None], 4) == pytest.approx(101 / (107 / 4))
+
+
+def test_experts_of_a_group_stay_together():
+    counts = np.array([9, 9, 8, 8, 1, 1, 2, 2])
+    order = dealt(counts, 2, together=2)
+    assert sorted(map(tuple, order.reshape(-1, 2).tolist())) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert counts[order].reshape(2, 4).sum(axis=1).tolist() == [20, 20]
+
+
+@pytest.mark.parametrize(
+    ("counts", "least"), [([[4, 4], [4, 4]], 1.0), ([[8, 0], [4, 4]], 1.5), ([[0, 0], [0, 0]], 0.0)]
+)
+def test_how_busy_the_busiest_is(counts, least):
+    assert busiest(np.array(counts), 2) == least
+
+
+def test_when_it_looks():
+    due = ExpertPlacement(made((1, 1, 1, 2)).step.model, 1000).due
+    assert [step for step in range(1, 3001) if due(step)] == [1, 10, 100, 1000, 2000, 3000]
+    assert not any(map(ExpertPlacement(made((1, 1, 1, 2)).step.model, 0).due, range(3000)))
+    assert not any(map(ExpertPlacement(made((1, 1, 1, 1)).step.model, 1000).due, range(3000)))
+
+
+@pytest.mark.parametrize(("devices", "on"), [(2, True), (4, True), (8, False)])
+def test_groups_are_dealt_whole_or_not_at_all(devices, on):
+    placement = ExpertPlacement(tiny.make((1, 1, 1, devices), of=GROUPED).step.model, 1000)
+    assert (placement.together, placement.due(1)) == (2, on)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "loop"),
+    [
+        ((1, 2, 2, 2), "scan"),
+        ((1, 1, 1, 2), "unroll"),
+        pytest.param((1, 1, 1, 8), "scan", marks=pytest.mark.slow),
+        pytest.param((2, 1, 1, 4), "unroll", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_next_steps_are_the_same(mesh, loop):
+    of = made(mesh, loop=loop)
+    placement = ExpertPlacement(of.step.model, 1000)
+    runs = []
+    for places in (False, True):
+        state, metrics = after_a_step(of)
+        layers, counted = metrics[TOKENS].shape[0], np.asarray(metrics[TOKENS])
+        order = np.array([np.random.default_rng(at).permutation(8) for at in range(layers)])
+        if places:
+            before = experts_of(state), jax.tree.map(lambda leaf: leaf.sharding, state)
+            state = placement.placed(state, order)
+            np.testing.assert_array_equal(experts_of(state), before[0][order[-1]])
+            assert jax.tree.map(lambda leaf: leaf.sharding, state) == before[1]
+        losses = []
+        for index in (0, 1, 2):
+            state, metrics = of.compiled(state, of.batch(index))
+            losses.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+            counted = np.asarray(metrics[TOKENS])
+            runs.append(counted if places else np.take_along_axis(counted, order, axis=1))
+        runs.append(np.array(losses))
+    *counts, losses = runs[:4]
+    *placed_counts, placed_losses = runs[4:]
+    np.testing.assert_allclose(placed_losses, losses, rtol=1e-5)
+    np.testing.assert_array_equal(placed_counts, counts)
+
+
+def test_where_it_is_worth_it_devices_have_about_as_many_tokens(caplog):
+    caplog.set_level("INFO", "jaxthru")
+    still = OptimConfig(learning_rate=1e-12)
+    of = tiny.make((1, 1, 1, 2), of=dataclasses.replace(SHAPE, bias_rate=0.0), optim=still)
+    state, metrics = after_a_step(of)
+    counts = np.asarray(metrics[TOKENS])
+    state = ExpertPlacement(of.step.model, 1000)(state, metrics)
+    _, metrics = of.compiled(state, of.batch(0))
+    placed = np.asarray(metrics[TOKENS])
+    order = np.array([dealt(each, 2) for each in counts])
+    np.testing.assert_array_equal(placed, np.take_along_axis(counts, order, axis=1))
+    assert 1 <= busiest(placed, 2) < busiest(counts, 2) - 0.01
+    assert (
+        f"has {busiest(placed, 2):.3f} times the mean of tokens, for {busiest(counts, 2):.3f}" in caplog.text
+    )
+
+
+def test_where_it_is_not_nothing_moves(caplog):
+    of = made((1, 1, 1, 2))
+    state, metrics = after_a_step(of)
+    metrics = {**metrics, TOKENS: np.full((2, 8), 7)}
+    assert ExpertPlacement(of.step.model, 1000)(state, metrics) is state
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("kept", ["split_master_int8", "bfloat16"])
+def test_what_the_optimizer_keeps_moves_along(kept):
+    optim = OptimConfig(learning_rate=1e-2, state=kept)
+    of = made((1, 2, 1, 2), optim=optim)
+    state, _ = after_a_step(of)
+    order = np.array([np.random.default_rng(at).permutation(8) for at in range(2)])
+    before = jax.device_get(state)
+    after = jax.device_get(ExpertPlacement(of.step.model, 1000).placed(state, order))
+    moved = 0
+    for (path, one), (_, other) in zip(
+        *(jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (before, after)), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        if "mlp" in name and ("router" in name or "'gate_up'" in name or "'down'" in name) and 8 in one.shape:
+            dim = one.shape.index(8)
+            at = order.reshape(2, *(8 if each == dim else 1 for each in range(1, one.ndim)))
+            one = np.take_along_axis(one, at, axis=dim)
+            moved += 1
+        np.testing.assert_array_equal(one, other, err_msg=name)
+    assert moved >= 8
+
+
+def test_a_state_in_host_memory_stays_there():
+    of = made((1, 1, 1, 2), loop="unroll", remat="projections")
+    step, state = tiny.dispatched(of, OffloadConfig(level="optimizer"))
+    losses = {}
+    for places in (False, True):
+        if places:
+            _, state = tiny.dispatched(of, OffloadConfig(level="optimizer"))
+        state, metrics = step(state, of.batch(0))
+        state = step.settled(state)
+        if places:
+            homes = jax.tree.map(lambda leaf: leaf.sharding, state)
+            state = ExpertPlacement(of.step.model, 1000).placed(state, np.tile(np.arange(8)[::-1], (2, 1)))
+            assert jax.tree.map(lambda leaf: leaf.sharding, state) == homes
+            assert "pinned_host" in {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)}
+        state, metrics = step(state, of.batch(1))
+        losses[places] = float(metrics["loss"])
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
