@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxthru.engine.model import Model
+from jaxthru.engine.model import LAYERS, Model
 from jaxthru.engine.terms import Terms
 from jaxthru.models.stage import Stage
 
@@ -20,14 +20,13 @@ def by_stage(model: Model, terms: Terms) -> list[Callable[[Tree], Tree] | None]:
     """Returns what advances each tree of `split_stages`: params -> params, of stacked layers stacked ones;
     None where nothing does. terms: of a whole step."""
 
-    def of_tree(stage: Stage, rows: dict[str, Rows]) -> Callable[[Tree], Tree] | None:
+    def of_tree(at: int, stage: Stage, rows: dict[str, Rows]) -> Callable[[Tree], Tree] | None:
         if stage.advance is None:
             return None
         counted = {name: terms[name][of] for name, of in rows.items()}
-        stacked = any(isinstance(of, np.ndarray) for of in rows.values())
-        return _advance(stage, counted, stacked)
+        return _advance(stage, counted, stacked=at >= LAYERS and model.loop != "unroll")
 
-    return [of_tree(stage, rows) for stage, rows in rows_by_stage(model)]
+    return [of_tree(at, *each) for at, each in enumerate(rows_by_stage(model))]
 
 
 def rows_by_stage(model: Model) -> list[tuple[Stage, dict[str, Rows]]]:

@@ -2,7 +2,8 @@
 
 A layer waits for its busiest device. So the experts of each layer change places, by how many tokens each was
 given in a step: their matrices with all that the optimizer keeps of them, and the router's columns with them.
-The model computes the same; only sums over all experts, as a softmax has, are made in another order.
+The model computes the same, up to rounding: sums over all experts, as a softmax has, are made in another
+order, and of equal scores that of the first expert counts.
 
 Shapes: L layers of experts, E experts of each.
 """
@@ -41,29 +42,35 @@ class ExpertPlacement:
     def __init__(self, model: Model, every: int):
         """every: steps between two looks at the load; 0 is never."""
         self.model, self.devices = model, model.ops.layout.size("experts")
-        mixtures = [stage.mixture for stage in model.chain.layers if stage.mixture]
+        mixtures = [
+            stage.mixture for stage in model.chain.layers if stage.mixture and TOKENS in stage.metrics
+        ]
         self.together = mixtures[0].together if mixtures else 1
-        units = mixtures[0].experts // self.together if mixtures else 0
+        units = mixtures[0].experts // self.together if mixtures else 1
         self.every = every if self.devices > 1 and units % self.devices == 0 else 0
+        how = {"static_argnums": (2, 3), "donate_argnums": 0, "compiler_options": model.compiler_options()}
+        self._reorder = jax.jit(_reordered, **how)
 
     def due(self, step: int) -> bool:
         """Says whether to look at the load after this step."""
         return self.every > 0 and (step in FIRST or step % self.every == 0)
 
     def __call__(self, state: State, metrics: Mapping[str, jax.Array]) -> State:
-        """Returns the state with its experts placed anew, or as it is where that is not worth it.
+        """Returns the state with its experts placed anew, or as it is where that is not worth it, or its
+        update was skipped.
 
         state: at rest, see `settled` of a step; it is taken over. metrics: of the step that made it.
         """
-        counts_LE = np.asarray(jax.device_get(metrics[TOKENS]), np.int64)
+        step, skipped, counts = jax.device_get([state["step"], metrics["skipped_in_a_row"], metrics[TOKENS]])
+        counts_LE = counts.astype(np.int64)
         order_LE = np.array([dealt(counts_E, self.devices, self.together) for counts_E in counts_LE])
         before = busiest(counts_LE, self.devices)
         after = busiest(np.take_along_axis(counts_LE, order_LE, axis=1), self.devices)
-        if before - after < WORTH:
+        if skipped or before - after < WORTH:  # of what is not finite, no router's choice means anything
             return state
-        said = "experts placed anew: the busiest of %d devices has %.3f times the mean of tokens, for %.3f"
-        log.info(said, self.devices, after, before)
-        return jax.block_until_ready(self.placed(state, order_LE))
+        load = f"the busiest of {self.devices} devices has {after:.3f} times the mean of tokens, for {before:.3f}"
+        log.info("step %d: experts placed anew: %s", step, load)
+        return self.placed(state, order_LE)
 
     def placed(self, state: State, order_LE: np.ndarray) -> State:
         """Returns the state in which expert e of a layer is the one that was at order_LE[layer, e]."""
@@ -71,15 +78,30 @@ class ExpertPlacement:
         infos = split_stages(self.model.weights)
         for at, (_, rows) in enumerate(rows_by_stage(self.model)):
             if TOKENS in rows:
-                one = functools.partial(_of_weight, order_LE[rows[TOKENS]].astype(np.int32))
+                one = functools.partial(self._of_weight, order_LE[rows[TOKENS]].astype(np.int32))
                 weights[at] = jax.tree.map(one, infos[at], weights[at])
                 slots[at] = {name: jax.tree.map(one, infos[at], tree) for name, tree in slots[at].items()}
         return state_of(weights, slots, counters_of(state), state["params"])
 
+    def _of_weight(self, order: np.ndarray, info: WeightInfo, tree: Tree) -> Tree:
+        """Returns a weight, or what the optimizer keeps of one, with its experts in this order, where it
+        was."""
+        dims = [dim for dim, axis in enumerate(info.axes) if axis in COUNTS_EXPERTS]
+
+        def placed(leaf: jax.Array) -> jax.Array:
+            home = leaf.sharding
+            near = move(leaf, on_device(leaf), donate=True)
+            back = move(self._reorder(near, order, dims[0], near.sharding), home, donate=True)
+            # One array at a time: dispatched ahead, all of host memory's would be on the device at once.
+            return jax.block_until_ready(back)
+
+        return jax.tree.map(placed, tree) if dims else tree
+
 
 def dealt(counts_E: np.ndarray, devices: int, together: int = 1) -> np.ndarray:
     """Returns the order [E] in which the experts of a layer are dealt to devices, each of which has equally
-    many of them one behind the other: the busiest first, each to the device that has been given least.
+    many of them one behind the other: the busiest first, each to the device that has been given least. Where
+    no device has less to do then, they stay.
 
     together: so many experts that lie side by side, and stay so, are dealt as one.
     Source: longest processing time first, Graham 1969.
@@ -92,6 +114,8 @@ def dealt(counts_E: np.ndarray, devices: int, together: int = 1) -> np.ndarray:
         to = min((at for at in range(devices) if len(hands[at]) < room), key=given.__getitem__)
         hands[to].append(int(unit))
         given[to] += counts_U[unit]
+    if given.max() >= counts_U.reshape(devices, room).sum(axis=-1).max():
+        return np.arange(len(counts_E))
     order_U = np.concatenate([sorted(hand) for hand in hands])
     return (order_U[:, None] * together + np.arange(together)).reshape(-1)
 
@@ -103,21 +127,6 @@ def busiest(counts_LE: np.ndarray, devices: int) -> float:
     return float(np.mean(of_device.max(axis=1) / np.maximum(of_device.mean(axis=1), 1)))
 
 
-def _of_weight(order: np.ndarray, info: WeightInfo, tree: Tree) -> Tree:
-    """Returns a weight, or what the optimizer keeps of one, with its experts in this order, where it was."""
-    dims = [dim for dim, axis in enumerate(info.axes) if axis in COUNTS_EXPERTS]
-    if not dims:
-        return tree
-
-    def placed(leaf: jax.Array) -> jax.Array:
-        home = leaf.sharding
-        near = move(leaf, on_device(leaf), donate=True)
-        return move(_reordered(near, order, dims[0], near.sharding), home, donate=True)
-
-    return jax.tree.map(placed, tree)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3), donate_argnums=0)
 def _reordered(x: jax.Array, order: jax.Array, dim: int, sharding: NamedSharding) -> jax.Array:
     """Returns x with what is along a dim in this order, [E], or in one for each of its layers, [L, E].
 

@@ -194,7 +194,9 @@ def _block(config: Config, dense: bool, windowed: bool) -> Stage:
 
 
 def _together(config: Config) -> int:
-    """Returns the experts of a group, 1 where groups have no say."""
+    """Returns the experts whose places by each other have a say in the choice: those of a group, or none."""
+    if config.force_load_balancing:
+        return config.experts
     return config.experts // config.expert_groups if config.top_groups < config.expert_groups else 1
 
 

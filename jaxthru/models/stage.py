@@ -66,7 +66,7 @@ class Extras(NamedTuple):
 
 class Mixture(NamedTuple):
     """A stage's mixture of experts: `top_k` of so many `experts` for each token. together: so many of them
-    that lie side by side are chosen among as a group."""
+    have to stay side by side, as their places have a say in the choice."""
 
     top_k: int
     experts: int

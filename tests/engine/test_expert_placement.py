@@ -46,7 +46,11 @@ def test_the_busiest_experts_are_dealt_first():
     order = dealt(counts, 2)
     assert sorted(order) == [*range(8)]
     assert counts[order].reshape(2, 4).sum(axis=1).tolist() == [12, 12]
-    np.testing.assert_array_equal(dealt(np.full(8, 5), 4), dealt(np.full(8, 5), 4))
+
+
+def test_where_no_device_has_less_to_do_then_experts_stay():
+    for counts in (np.full(8, 5), np.array([6, 2, 2, 2, 3, 3, 3, 3])):
+        np.testing.assert_array_equal(dealt(counts, 2), np.arange(8))
 
 
 def test_no_device_is_given_more_than_its_share_of_experts():
@@ -83,6 +87,11 @@ def test_groups_are_dealt_whole_or_not_at_all(devices, on):
     assert (placement.together, placement.due(1)) == (2, on)
 
 
+def test_experts_that_are_chosen_in_turn_stay():
+    forced = dataclasses.replace(SHAPE, force_load_balancing=True)
+    assert not ExpertPlacement(tiny.make((1, 1, 1, 2), of=forced).step.model, 1000).due(1)
+
+
 @pytest.mark.parametrize(
     ("mesh", "loop"),
     [
@@ -96,27 +105,23 @@ def test_groups_are_dealt_whole_or_not_at_all(devices, on):
 def test_the_next_steps_are_the_same(mesh, loop):
     of = made(mesh, loop=loop)
     placement = ExpertPlacement(of.step.model, 1000)
-    runs = []
+    order = np.array([np.random.default_rng(at).permutation(8) for at in range(2)])
+    losses, counts = {}, {}
     for places in (False, True):
-        state, metrics = after_a_step(of)
-        layers, counted = metrics[TOKENS].shape[0], np.asarray(metrics[TOKENS])
-        order = np.array([np.random.default_rng(at).permutation(8) for at in range(layers)])
+        state, _ = after_a_step(of)
         if places:
-            before = experts_of(state), jax.tree.map(lambda leaf: leaf.sharding, state)
+            before, homes = experts_of(state), jax.tree.map(lambda leaf: leaf.sharding, state)
             state = placement.placed(state, order)
-            np.testing.assert_array_equal(experts_of(state), before[0][order[-1]])
-            assert jax.tree.map(lambda leaf: leaf.sharding, state) == before[1]
-        losses = []
+            np.testing.assert_array_equal(experts_of(state), before[order[-1]])
+            assert jax.tree.map(lambda leaf: leaf.sharding, state) == homes
+        losses[places], counts[places] = [], []
         for index in (0, 1, 2):
             state, metrics = of.compiled(state, of.batch(index))
-            losses.append([float(metrics["loss"]), float(metrics["grad_norm"])])
-            counted = np.asarray(metrics[TOKENS])
-            runs.append(counted if places else np.take_along_axis(counted, order, axis=1))
-        runs.append(np.array(losses))
-    *counts, losses = runs[:4]
-    *placed_counts, placed_losses = runs[4:]
-    np.testing.assert_allclose(placed_losses, losses, rtol=1e-5)
-    np.testing.assert_array_equal(placed_counts, counts)
+            losses[places] += [float(metrics["loss"]), float(metrics["grad_norm"])]
+            counts[places].append(np.asarray(metrics[TOKENS]))
+    np.testing.assert_allclose(losses[True], losses[False], rtol=1e-5)
+    for placed, as_it_was in zip(counts[True], counts[False], strict=True):
+        np.testing.assert_array_equal(placed, np.take_along_axis(as_it_was, order, axis=1))
 
 
 def test_where_it_is_worth_it_devices_have_about_as_many_tokens(caplog):
@@ -136,11 +141,14 @@ def test_where_it_is_worth_it_devices_have_about_as_many_tokens(caplog):
     )
 
 
-def test_where_it_is_not_nothing_moves(caplog):
-    of = made((1, 1, 1, 2))
+@pytest.mark.parametrize(
+    "found", [{TOKENS: np.full((2, 8), 7)}, {"skipped_in_a_row": np.int32(1)}], ids=["balanced", "skipped"]
+)
+def test_where_it_is_not_or_an_update_was_skipped_nothing_moves(found, caplog):
+    caplog.set_level("INFO", "jaxthru")
+    of = made((1, 1, 1, 2), loop="unroll")
     state, metrics = after_a_step(of)
-    metrics = {**metrics, TOKENS: np.full((2, 8), 7)}
-    assert ExpertPlacement(of.step.model, 1000)(state, metrics) is state
+    assert ExpertPlacement(of.step.model, 1000)(state, {**metrics, **found}) is state
     assert not caplog.text
 
 
@@ -167,7 +175,20 @@ def test_what_the_optimizer_keeps_moves_along(kept):
 
 
 def test_a_state_in_host_memory_stays_there():
-    of = made((1, 1, 1, 2), loop="unroll", remat="projections")
+    check_in_host_memory()
+
+
+@pytest.mark.gpu
+@pytest.mark.several_gpus
+def test_on_several_gpus_experts_change_places_in_device_and_host_memory():
+    if jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with jax.default_matmul_precision("highest"):
+        check_in_host_memory(attention="xla")
+
+
+def check_in_host_memory(**settings):
+    of = made((1, 1, 1, 2), loop="unroll", remat="projections", **settings)
     step, state = tiny.dispatched(of, OffloadConfig(level="optimizer"))
     losses = {}
     for places in (False, True):
