@@ -68,8 +68,8 @@ class ExpertPlacement:
         after = busiest(np.take_along_axis(counts_LE, order_LE, axis=1), self.devices)
         if skipped or before - after < WORTH:  # of what is not finite, no router's choice means anything
             return state
-        load = f"the busiest of {self.devices} devices has {after:.3f} times the mean of tokens, for {before:.3f}"
-        log.info("step %d: experts placed anew: %s", step, load)
+        said = "step %d: experts placed anew: the busiest of %d devices has %.3f times the mean of tokens, "
+        log.info(said + "for %.3f", step, self.devices, after, before)
         return self.placed(state, order_LE)
 
     def placed(self, state: State, order_LE: np.ndarray) -> State:
