@@ -152,7 +152,7 @@ def test_where_it_is_not_or_an_update_was_skipped_nothing_moves(found, caplog):
     assert not caplog.text
 
 
-@pytest.mark.parametrize("kept", ["split_master_int8", "bfloat16"])
+@pytest.mark.parametrize("kept", ["split_master_int8", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_what_the_optimizer_keeps_moves_along(kept):
     optim = OptimConfig(learning_rate=1e-2, state=kept)
     of = made((1, 2, 1, 2), optim=optim)
