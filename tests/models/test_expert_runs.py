@@ -50,7 +50,7 @@ def test_a_profile_shows_the_parts_of_a_layer_of_experts(place):
     phases = {(scope["layer"], scope["phase"]) for scope in ledger["scopes"] if scope["seconds"] > 0}
     for part in ("router", "dispatch", "experts"):
         assert {(part, "forward"), (part, "backward")} <= phases, part
-    # Forward, a CPU combines within the residual sum: about 1 µs of its own is left, and now and then nothing.
+    # Forward, a CPU combines within the residual sum: about 1 µs of its own is left, and at times nothing.
     assert ("combine", "backward") in phases
     assert ledger["expert_tokens"] == place.metrics("scan")[0]["expert_tokens"]
     assert "Tokens of each expert" in (folder / "report.html").read_text()
