@@ -19,14 +19,10 @@ Rows = int | np.ndarray
 def by_stage(model: Model, terms: Terms) -> list[Callable[[Tree], Tree] | None]:
     """Returns what advances each tree of `split_stages`: params -> params, of stacked layers stacked ones;
     None where nothing does. terms: of a whole step."""
-
-    def of_tree(at: int, stage: Stage, rows: dict[str, Rows]) -> Callable[[Tree], Tree] | None:
-        if stage.advance is None:
-            return None
-        counted = {name: terms[name][of] for name, of in rows.items()}
-        return _advance(stage, counted, stacked=at >= LAYERS and model.loop != "unroll")
-
-    return [of_tree(at, *each) for at, each in enumerate(rows_by_stage(model))]
+    return [
+        _advance(stage, terms, rows, stacked=at >= LAYERS and model.loop != "unroll")
+        for at, (stage, rows) in enumerate(rows_by_stage(model))
+    ]
 
 
 def rows_by_stage(model: Model) -> list[tuple[Stage, dict[str, Rows]]]:
@@ -37,27 +33,27 @@ def rows_by_stage(model: Model) -> list[tuple[Stage, dict[str, Rows]]]:
     for stage in (chain.embedding, *chain.layers, chain.head):
         rows.append({name: seen[name] for name in stage.by_layer})
         seen.update(stage.by_layer)
-    first, *of_layers, last = rows
-    found: list[tuple[Stage, dict[str, Rows]]] = [(chain.embedding, first), (chain.head, last)]
-    for group in chain.groups:
-        layers, count = group.blocks * group.repetitions, len(group.blocks)
-        own, of_layers = of_layers[: len(layers)], of_layers[len(layers) :]
-        if model.loop == "unroll":
-            found += zip(layers, own, strict=True)
-        else:
-            found += [(stage, _together(own[at::count])) for at, stage in enumerate(group.blocks)]
-    return found
+    embedding, *layers, head = rows
 
+    def stack(rows: list[dict[str, int]]) -> dict[str, Rows]:
+        return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
-def _together(rows: list[dict[str, int]]) -> dict[str, Rows]:
-    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    return model.by_tree(embedding, layers, head, stack)
 
 
 def of_layer(stage: Stage, terms: Terms) -> Callable[[Tree], Tree] | None:
     """Returns what advances a layer's params. terms: of that layer alone, over the step."""
+    return _advance(stage, terms, dict.fromkeys(stage.by_layer, 0))
+
+
+def _advance(
+    stage: Stage, terms: Terms, rows: dict[str, Rows], stacked: bool = False
+) -> Callable[[Tree], Tree] | None:
     if stage.advance is None:
         return None
-    return _advance(stage, {name: terms[name][0] for name in stage.by_layer}, stacked=False)
+    counted = {name: terms[name][of] for name, of in rows.items()}
+    advance = jax.vmap(stage.advance) if stacked else stage.advance
+    return lambda params: advance(params, counted)
 
 
 def where(used: jax.Array, advance: Callable[[Tree], Tree], params: Tree) -> Tree:
@@ -67,11 +63,6 @@ def where(used: jax.Array, advance: Callable[[Tree], Tree], params: Tree) -> Tre
         advance(params),
         params,
     )
-
-
-def _advance(stage: Stage, counted: Terms, stacked: bool) -> Callable[[Tree], Tree]:
-    advance = jax.vmap(stage.advance) if stacked else stage.advance
-    return lambda params: advance(params, counted)
 
 
 def updated(stage: Stage, infos: Tree) -> Tree:

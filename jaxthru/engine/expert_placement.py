@@ -16,13 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxthru.engine.advance import rows_by_stage
 from jaxthru.engine.model import Model, split_stages
 from jaxthru.engine.offload import move, on_device
 from jaxthru.engine.step import State, counters_of, slots_by_stage, state_of
 from jaxthru.models.router import TOKENS
+from jaxthru.models.stage import Mixture
 from jaxthru.runtime.weights import WeightInfo
 
 Tree = Any
@@ -42,12 +43,11 @@ class ExpertPlacement:
     def __init__(self, model: Model, every: int):
         """every: steps between two looks at the load; 0 is never."""
         self.model, self.devices = model, model.ops.layout.size("experts")
-        mixtures = [
-            stage.mixture for stage in model.chain.layers if stage.mixture and TOKENS in stage.metrics
-        ]
-        self.together = mixtures[0].together if mixtures else 1
-        units = mixtures[0].experts // self.together if mixtures else 1
-        self.every = every if self.devices > 1 and units % self.devices == 0 else 0
+        mixtures = (stage.mixture for stage in model.chain.layers if TOKENS in stage.metrics)
+        mixture = next(filter(None, mixtures), Mixture(1, 1))
+        self.together = mixture.together
+        may = self.devices > 1 and mixture.experts // mixture.together % self.devices == 0
+        self.every = every if may else 0
         how = {"static_argnums": (2, 3), "donate_argnums": 0, "compiler_options": model.compiler_options()}
         self._reorder = jax.jit(_reordered, **how)
 
@@ -132,7 +132,6 @@ def _reordered(x: jax.Array, order: jax.Array, dim: int, sharding: NamedSharding
 
     One layer at a time is whole along that dim on each device.
     """
-    axis = (*sharding.spec, *(None,) * (x.ndim - len(sharding.spec)))[dim]
 
     def of_shard(x: jax.Array, order: jax.Array) -> jax.Array:
         if order.ndim == 1:
@@ -140,13 +139,14 @@ def _reordered(x: jax.Array, order: jax.Array, dim: int, sharding: NamedSharding
         one = lambda at, x: x.at[at].set(taken(x[at], order[at], dim - 1))  # noqa: E731
         return jax.lax.fori_loop(0, len(order), one, x)
 
-    def taken(x: jax.Array, order_E: jax.Array, dim: int) -> jax.Array:
-        if axis is None:
-            return jnp.take(x, order_E, axis=dim)
-        own = x.shape[dim]
-        mine = jax.lax.dynamic_slice_in_dim(order_E, jax.lax.axis_index(axis) * own, own)
-        return jnp.take(jax.lax.all_gather(x, axis, axis=dim, tiled=True), mine, axis=dim)
+    def taken(x: jax.Array, order_E: jax.Array, along: int) -> jax.Array:
+        own = x.shape[along]
+        if own < len(order_E):
+            axis = sharding.spec[dim]
+            order_E = jax.lax.dynamic_slice_in_dim(order_E, jax.lax.axis_index(axis) * own, own)
+            x = jax.lax.all_gather(x, axis, axis=along, tiled=True)
+        return jnp.take(x, order_E, axis=along)
 
-    specs = sharding.spec, jax.sharding.PartitionSpec()
+    specs = sharding.spec, PartitionSpec()
     sharded = jax.shard_map(of_shard, mesh=sharding.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
     return sharded(x, order)

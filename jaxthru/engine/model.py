@@ -8,6 +8,7 @@ Shapes: B rows, T tokens, N = B·T, D embed.
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,17 +92,21 @@ class Model:
         """Returns what each tree of `split_stages` is made by and from: its stage and its key, or the keys of
         all that are stacked. key: of them all."""
         first, layers, last = jax.random.split(key, 3)
-        found, keys = (
-            [(self.chain.embedding, first), (self.chain.head, last)],
-            list(jax.random.split(layers, len(self.chain.layers))),
-        )
+        return self.by_tree(first, list(jax.random.split(layers, len(self.chain.layers))), last, jnp.stack)
+
+    def by_tree(
+        self, embedding: Any, layers: list, head: Any, stack: Callable[[list], Any]
+    ) -> list[tuple[Stage, Any]]:
+        """Returns for each tree of `split_stages` its stage and what is given of it: of embedding, head or
+        one of all layers; of stacked layers what `stack` makes of theirs."""
+        found, rest = [(self.chain.embedding, embedding), (self.chain.head, head)], layers
         for group in self.chain.groups:
             count = len(group.blocks)
-            own, keys = keys[: count * group.repetitions], keys[count * group.repetitions :]
+            own, rest = rest[: count * group.repetitions], rest[count * group.repetitions :]
             if self.loop == "unroll":
                 found += zip(group.blocks * group.repetitions, own, strict=True)
             else:
-                found += [(stage, jnp.stack(own[at::count])) for at, stage in enumerate(group.blocks)]
+                found += [(stage, stack(own[at::count])) for at, stage in enumerate(group.blocks)]
         return found
 
     def context(

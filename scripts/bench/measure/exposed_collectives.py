@@ -91,10 +91,9 @@ def read(arguments) -> dict:
 
 def of_run(trace: Path) -> dict:
     """Returns the device and the versions of the run whose trace it is; nothing of one that was moved."""
-    known = [
-        folder.parent / "environment.json" for folder in trace.absolute().parents if folder.name == "profile"
-    ]
-    return harness.made_on(json.loads(known[0].read_text())) if known and known[0].is_file() else {}
+    runs = (folder.parent for folder in trace.absolute().parents if folder.name == "profile")
+    known = next(runs, trace) / "environment.json"
+    return harness.made_on(json.loads(known.read_text())) if known.is_file() else {}
 
 
 trace = harness.option("trace", type=Path, help="a .xplane.pb or a folder with one")
