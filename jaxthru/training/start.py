@@ -15,12 +15,15 @@ class StartTimes:
     """Notes how long each part of a start took, and says it in one line once the first step has ended. A sink
     of the record. began: time.monotonic() of the start. parts: the seconds of each so far."""
 
+    _first = True
+
     def __init__(self):
         self._last = self.began = time.monotonic()
         self.parts: dict[str, float] = {}
         self._ended = False
-        # A notebook may have been open for days.
-        if not in_notebook() and (age := process_seconds()) is not None:
+        first, StartTimes._first = StartTimes._first, False
+        # Python started for the first start alone. A notebook may have been open for days.
+        if first and not in_notebook() and (age := process_seconds()) is not None:
             self.parts["python"], self.began = age, self.began - age
 
     def note(self, part: str) -> None:
