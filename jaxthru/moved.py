@@ -66,7 +66,7 @@ MODULES = {
     "plan.assemble": "build.step",
     "plan.cost": "build.batches",
     "plan.fit": "build.checks",
-    "plan.levels": "build.proposals build.choices plan.memory",
+    "plan.levels": "build.proposals build.least_offload build.choices plan.memory",
     "plan.plot": "training.plot",
     "plan.rehearsal": "engine.rehearsed engine.memory_tally plan.memory",
     "profile.attribution": "profile.account.attribution",

@@ -20,8 +20,9 @@ import jax
 from jaxthru import config as configuration
 from jaxthru.build.attention_choice import mean_document
 from jaxthru.build.defaults import AUTO, NUMERIC, get, plain, replaced
+from jaxthru.build.least_offload import LEVELS, narrower, propose
 from jaxthru.build.memory_estimate import Room, estimate, gib, host_room
-from jaxthru.build.proposals import LEVELS, Candidate, candidates, narrower, propose
+from jaxthru.build.proposals import Candidate, candidates
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import open_data
 from jaxthru.data.store.mix_file import load_mix
@@ -49,9 +50,14 @@ class Choice:
 
 
 def device_name(devices: Sequence[jax.Device]) -> str:
-    """Returns how many devices of which kind, in how many processes, as choices.json has it."""
+    """Returns `named` of these devices."""
     processes = len({device.process_index for device in devices})
-    return f"{len(devices)} × {devices[0].device_kind}" + f" in {processes} processes" * (processes > 1)
+    return named(len(devices), devices[0].device_kind, processes)
+
+
+def named(devices: int, kind: str, processes: int = 1) -> str:
+    """Returns how many devices of which kind, in how many processes, as choices.json has it."""
+    return f"{devices} × {kind}" + f" in {processes} processes" * (processes > 1)
 
 
 def open_keys(config: RunConfig) -> list[str]:
@@ -102,14 +108,19 @@ def still_true(recorded: Iterable[Choice], config: RunConfig, made: Iterable[Cho
 
 
 def read(path: Path) -> tuple[Choice, ...]:
-    """Returns the choices in a file, none without one. Raises InputError for a file that is none."""
-    if not path.is_file():
+    """Returns the choices in a file, none without one, and none of keys that are no more. Raises InputError
+    for a file that is none."""
+    if not path.exists():
         return ()
     try:
-        return tuple(Choice(**row) for row in json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+        found = [Choice(**row) for row in json.loads(path.read_text())]
+        known = plain_values.flat(configuration.to_dict(RunConfig()))
+        return tuple(each for each in found if each.key in known)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         said = f"{path}: cannot be read as choices ({error})"
-        raise InputError(f"{said}; delete it to have them made anew") from error
+        raise InputError(
+            f"{said}; delete it, and start with the configuration that was asked for, not its config.json"
+        ) from error
 
 
 DECIDES = (
@@ -133,10 +144,13 @@ def of_file(config: RunConfig) -> tuple[Choice, ...]:
     return tuple(each for each in made if each.key not in config.overridden)
 
 
-def reopened(config: RunConfig) -> RunConfig:
+def reopened(config: RunConfig, here: str | None = None) -> RunConfig:
     """Returns the configuration of a config.json with what `auto` was settled to open again on other devices,
-    or where --set names what it depends on; but for what changes numbers."""
-    here = device_name(hardware.devices())
+    or where --set names what it depends on; but for what changes numbers.
+
+    here: `named` of the devices, by default of all that are here.
+    """
+    here = here or device_name(hardware.devices())
     changed = any(key.startswith(DECIDES) for key in config.overridden)
     away = [each for each in of_file(config) if (changed or each.device != here) and each.key not in NUMERIC]
     return replaced(config, {each.key: each.asked for each in away if get(config, each.key) == each.chosen})

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 
 from jaxthru.build import choices
+from jaxthru.build.least_offload import with_least_offload
 from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib
-from jaxthru.build.proposals import Candidate, with_least_offload
+from jaxthru.build.proposals import Candidate
 from jaxthru.build.step import Assembled
 from jaxthru.config import RunConfig
 from jaxthru.engine import programs

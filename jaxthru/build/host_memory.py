@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxthru.build.defaults import plain
+from jaxthru.build.least_offload import BY_PRECISION
 from jaxthru.build.memory_estimate import estimate, gib, indispensable
-from jaxthru.build.proposals import BY_PRECISION
 from jaxthru.config import RunConfig
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.runtime import distributed, hardware

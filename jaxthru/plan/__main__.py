@@ -7,16 +7,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import rich.console
 import rich.table
 
 from jaxthru import config as configuration
 from jaxthru.build import attention_choice, choices, early_choices
-from jaxthru.build.checks import setting_behind
+from jaxthru.build.checks import setting_behind, validate
 from jaxthru.build.confirmed import fastest
 from jaxthru.build.defaults import get
-from jaxthru.build.memory_estimate import MemoryPlan, estimate, gib, layout_of
-from jaxthru.build.proposals import Candidate, candidates, propose
+from jaxthru.build.least_offload import propose
+from jaxthru.build.memory_estimate import MemoryPlan, estimate, gib
+from jaxthru.build.proposals import Candidate, all_candidates, candidates, likeliest, too_large
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import open_data
 from jaxthru.plan import cost_command, goodput_command, limits_command, memory, network_command
@@ -62,9 +64,11 @@ def _memory(arguments: argparse.Namespace) -> int:
     require(arguments.segments is None or arguments.segments >= 1, "--segments: must be at least 1")
     xla.configure()
     aot.use_cpu(devices)
+    config = choices.reopened(config, choices.named(devices, target.name))
+    layout = validate(config, jax.devices()[:devices], "gpu")
     room = memory.room(config, target)
     found = choices.Documents(arguments.segments, 1) if arguments.segments else choices.documents(config)
-    segments, layout = found.segments, layout_of(config, devices)
+    segments = found.segments
     config, said = early_choices.for_devices(config, layout, target.name, target.capability)
     how = found.mean, target.capability
     config, said["kernels.attention"] = attention_choice.by_table(config, layout, segments, *how)
@@ -72,8 +76,15 @@ def _memory(arguments: argparse.Namespace) -> int:
     if arguments.best:
         _show(None, [*taken])
         return _best(config, target, devices, arguments.segments, segments, room)
-    asked, config, settled = config, *_settled(config, target, devices, arguments.segments, segments, room)
-    plan, resident = settled or _plan(config, target, devices, arguments.segments)
+    asked = config
+    if choices.open_keys(config):
+        settled = _settled(config, target, devices, arguments.segments, segments, room)
+        if settled is None:
+            _show(None, [*room.said, choices.nothing_fits(config, room, devices, segments)])
+            return 1
+        config, plan, resident = settled
+    else:
+        plan, resident = _plan(config, target, devices, arguments.segments)
     plan = dataclasses.replace(plan, notes=(*taken, *plan.notes))
     if asked is not config:
         chosen = ", ".join(f"{key} = auto is {get(config, key)}" for key in choices.open_keys(asked))
@@ -97,43 +108,44 @@ COMPILED = "Memory of a step, compiled for the GPU:"
 ESTIMATE = 'Memory of a step, an estimate by arithmetic: to compile for a GPU, pip install "jaxthru[gpu]"'
 
 
-def _settled(config, target, devices, segments, known, room) -> tuple[RunConfig, tuple | None]:
+def _settled(
+    config, target, devices, segments, known, room
+) -> tuple[RunConfig, MemoryPlan, MemoryPlan | None] | None:
     """Returns a configuration with what it leaves open as a run on these devices would choose it, and its
-    plan; itself and None where nothing is open. segments, known: most documents in a row, as it was asked
-    for, and as it is. Raises InputError where nothing fits."""
-    if not choices.open_keys(config):
-        return config, None
+    plan, as `_plan` does; None where nothing fits. segments, known: most documents in a row, as it was asked
+    for, and as it is."""
     tried = candidates(config, room, devices=devices, segments=known)
     confirm = lambda candidate: memory.confirm(config, candidate, target, room, devices, segments)  # noqa: E731
     if (found := fastest(tried, confirm)) is None:
-        raise InputError(choices.nothing_fits(config, room, devices, known))
+        return None
     config, plan = found[0].config, found[1]
-    return config, (plan, None if config.offload.layered or not aot.available() else plan)
+    return config, plan, None if config.offload.layered or not aot.available() else plan
 
 
 def _best(config, target, devices, segments, known, room) -> int:
     """Shows all that `auto` may stand for, and compiles the fastest until one fits."""
     require(bool(choices.open_keys(config)), "--best: nothing is `auto` in this configuration")
-    every = [*candidates(config, room, devices=devices, segments=known, all_of_them=True)]
-    found = {}
+    every, found = all_candidates(config, room, devices, known), {}
 
     def confirm(candidate: Candidate) -> tuple[Candidate, MemoryPlan] | None:
         found[id(candidate)] = memory.confirm(config, candidate, target, room, devices, segments)
         return found[id(candidate)]
 
-    fits = fastest((each for each in every if room.holds(each.plan)), confirm)
+    fits = fastest(likeliest(every, room), confirm)
     rows = []
     for candidate in every:
         if id(candidate) in found:
             confirmed, plan = found[id(candidate)] or (candidate, None)
             rows.append((confirmed, plan, plan is not None))
         else:
-            rows.append((candidate, None, None if room.holds(candidate.plan) else False))
+            rows.append((candidate, None, False if too_large(candidate, room) else None))
     time = "time: by arithmetic, of the fastest; a run takes the fastest that fits as compiled"
     less = (
         [] if aot.available() else ["nothing is compiled here, without JAX's CUDA plugin: fits by arithmetic"]
     )
-    _show(memory.best_table(rows), [*room.said, time, *less])
+    table = memory.best_table(rows) if rows else None
+    short = [] if fits else [choices.nothing_fits(config, room, devices, known)]
+    _show(table, [*room.said, *[time] * bool(rows), *less, *short])
     return 0 if fits else 1
 
 

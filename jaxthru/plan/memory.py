@@ -10,9 +10,10 @@ from jaxthru.build import choices
 from jaxthru.build.checks import validate
 from jaxthru.build.choices import Documents, documents
 from jaxthru.build.confirmed import Programs
+from jaxthru.build.least_offload import Proposal, by_arithmetic, with_least_offload
 from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib, host_room
 from jaxthru.build.memory_sizes import attention_stand_in, experts_stand_in, norm_stand_in, without_triton
-from jaxthru.build.proposals import PCIE, Candidate, Proposal, by_arithmetic, with_least_offload
+from jaxthru.build.proposals import PCIE, Candidate
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY, Analysis

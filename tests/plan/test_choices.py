@@ -17,8 +17,9 @@ from jaxthru.build import choices, confirmed
 from jaxthru.build.checks import validate
 from jaxthru.build.compiled import compile_step
 from jaxthru.build.defaults import get, plain
+from jaxthru.build.least_offload import LEVELS
 from jaxthru.build.memory_estimate import Room, estimate
-from jaxthru.build.proposals import LEVELS, POLICIES, candidates
+from jaxthru.build.proposals import OVER, POLICIES, candidates
 from jaxthru.data.loading.batch import BATCH_FIELDS
 from jaxthru.runtime.errors import InputError
 
@@ -95,7 +96,7 @@ def test_clipping_by_the_norm_before_is_named_where_it_makes_room():
     room, asked = Room(18 * GIB, 26 * GIB), eight_layers()
     said = choices.nothing_fits(asked, room)
     assert "with optim.clip_rule = 'previous' it fits" in said and "\n" not in said
-    assert next(candidates(asked, room), None) is None
+    assert not any(room.holds(each.plan) for each in candidates(asked, room))
     assert next(candidates(eight_layers("optim.clip_rule=previous"), room)).config.offload.layered
     assert "it fits" not in choices.nothing_fits(eight_layers("optim.clip=0"), room)
 
@@ -148,6 +149,26 @@ def test_where_nothing_fits_as_compiled_the_run_is_refused(small, monkeypatch):
         built(small)
 
 
+def test_what_arithmetic_alone_finds_too_large_is_compiled_before_it_is_refused(small, monkeypatch):
+    config, data = small
+    config = choices.replaced(config, {"offload.level": "none"})
+    found = [*candidates(config, Room(GIB, GIB), gpu=False)]
+    sizes = {each.config.remat.policy: each.plan.peak_device for each in found}
+    least = min(sizes.values())
+
+    def room(times: float) -> Room:
+        return Room(round(least / times), 0)
+
+    monkeypatch.setattr(confirmed.Sizes, "of", staticmethod(lambda stats: confirmed.Sizes(least // 2, 0, 0)))
+    monkeypatch.setattr(choices, "room_here", lambda config: room(1.05))
+    assert sizes[built((config, data)).config.remat.policy] == least, "the smallest first"
+    near = [each.plan.peak_device for each in candidates(config, room(1.05), gpu=False)]
+    assert near == sorted(near) and near[-1] <= OVER * room(1.05).device
+    monkeypatch.setattr(choices, "room_here", lambda config: room(1.15))
+    with pytest.raises(InputError, match="nothing fits"):
+        built((config, data))
+
+
 def test_the_least_offload_is_that_of_the_compiled_programs(small, monkeypatch):
     config, data = small
     config = dataclasses.replace(config, remat=dataclasses.replace(config.remat, policy="full"))
@@ -196,11 +217,22 @@ def test_a_config_json_of_other_devices_is_open_again(tmp_path):
     assert choices.resolve(configuration.load(tmp_path / "config.json")).kernels.attention == "auto"
 
 
-def test_choices_that_are_damaged_are_one_line(tmp_path):
-    (tmp_path / "choices.json").write_text("[{")
-    with pytest.raises(InputError, match="cannot be read as choices"):
+@pytest.mark.parametrize("text", ["[{", "[1]", "3", '[{"key": "remat.policy"}]', "[" * 100_000])
+def test_choices_that_are_damaged_are_one_line(tmp_path, text):
+    (tmp_path / "choices.json").write_text(text)
+    with pytest.raises(InputError, match=r"cannot be read as choices .*; delete it, and start with"):
         choices.read(tmp_path / "choices.json")
     assert choices.read(tmp_path / "none.json") == ()
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(InputError, match="cannot be read as choices"):
+        choices.read(tmp_path / "folder.json")
+
+
+@pytest.mark.parametrize("key", ["kernels.gone", "remat", None])
+def test_choices_of_keys_that_are_no_more_are_passed_over(tmp_path, key):
+    kept = choices.Choice("remat.policy", "auto", "none", "why", "8 × another")
+    choices.write(tmp_path / "choices.json", [dataclasses.replace(kept, key=key), kept])
+    assert choices.read(tmp_path / "choices.json") == (kept,)
 
 
 def test_what_is_left_open_is_no_change_of_a_run(tmp_path):

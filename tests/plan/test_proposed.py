@@ -1,7 +1,7 @@
 """What `plan memory` says of the formats and levels that fit."""
 
+from jaxthru.build.least_offload import Proposal
 from jaxthru.build.memory_estimate import MemoryPlan
-from jaxthru.build.proposals import Proposal
 from jaxthru.plan import memory
 from jaxthru.profile.read.buffers import CATEGORIES
 

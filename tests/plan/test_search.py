@@ -6,7 +6,7 @@ import pytest
 from runs import ROOT
 
 from jaxthru import config as configuration
-from jaxthru.build import choices, proposals
+from jaxthru.build import choices, least_offload
 from jaxthru.build.confirmed import fastest
 from jaxthru.build.memory_estimate import Room
 from jaxthru.build.proposals import HIDDEN, PCIE, Candidate, candidates
@@ -85,7 +85,7 @@ def test_the_search_chooses_what_it_chose(bench, commit, number):
 
 def test_what_is_far_too_large_is_refused_without_a_search(bench, monkeypatch):
     config = drawn(bench, "970aaefccccc", 7)
-    monkeypatch.setattr(proposals, "least", lambda *_: pytest.fail("rehearsed a level that has no room"))
+    monkeypatch.setattr(least_offload, "least", lambda *_: pytest.fail("rehearsed a level that has no room"))
     assert next(candidates(config, ROOM, segments=32), None) is None
     said = choices.nothing_fits(config, ROOM, 1, 32)
     assert "no narrower optim.state fits" in said and "\n" not in said

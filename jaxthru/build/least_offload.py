@@ -1,0 +1,166 @@
+"""The level and fraction of offload that fit and move the least, by what is asked of a step's memory.
+
+That is arithmetic, for `plan memory` and to propose what is compiled, or the compiled programs of a step.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+from jaxthru.build.defaults import replaced
+from jaxthru.build.memory_estimate import MemoryPlan, Room, estimate, indispensable
+from jaxthru.config import RunConfig
+from jaxthru.engine.offload import OffloadConfig
+from jaxthru.models import family
+from jaxthru.optim.formats import FORMATS
+from jaxthru.runtime.errors import InputError
+
+LEVELS = ("none", "optimizer", "gradients", "parameters")
+
+BY_PRECISION = (
+    *("float32", "split_master_float32", "bfloat16", "split_master"),
+    *("int8", "split_master_int8", "stochastic_rounding"),
+)
+"""Formats, the one nearest to float32 first: of two that cost the same, the first is proposed."""
+
+
+def narrower(state: str) -> list[str]:
+    """Returns the formats that may fit where this one does not: whose weights, or all of it, are smaller."""
+    asked = FORMATS[state].bytes_per_parameter()
+    sizes = {other: FORMATS[other].bytes_per_parameter() for other in BY_PRECISION}
+    return [each for each in sizes if sizes[each].weights < asked.weights or sum(sizes[each]) < sum(asked)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A level and fraction of offload that fit. moved: bytes over PCIe a step, both directions together."""
+
+    level: str
+    state: str
+    fraction: float
+    plan: MemoryPlan
+    moved: int
+
+
+Planned = Callable[[OffloadConfig], tuple[MemoryPlan, int]]
+"""What a step with this offload needs, and the bytes that it moves."""
+
+
+def least(config: RunConfig, level: str, room: Room, planned: Planned) -> Proposal | None:
+    """Returns a level with the least fraction that fits, if any does."""
+
+    # Embedding and head are stages too. The more of them are on the host, the less is on the device.
+    stages = len(family.chain(config.model).layers) + 2
+    most = 0 if level == "none" else stages
+
+    @functools.cache
+    def at(hosted: int) -> tuple[MemoryPlan, int]:
+        return planned(dataclasses.replace(config.offload, level=level, fraction=hosted / stages or 1.0))
+
+    if at(most)[0].peak_device > room.device:
+        return None  # not even with all of them
+    first = _first_that_fits(most, room, lambda hosted: at(hosted)[0])
+    if first is None or not room.holds(at(first)[0]):
+        return None
+    return Proposal(level, config.optim.state, first / stages, *at(first))
+
+
+def _first_that_fits(count: int, room: Room, plan: Callable[[int], MemoryPlan]) -> int | None:
+    """Returns the least number of stages on the host whose plan fits the device; None where one that does not
+    is too much for the host already. count: the most, which fits the device.
+
+    A stage more on the host takes about the same from the device each time: the place is guessed from a line
+    twice, and halved from then on.
+    """
+    if count <= 1:
+        return count
+    low, high = 1, count
+    if plan(low).peak_device <= room.device:
+        return low
+    guesses = 2
+    while high - low > 1:
+        if plan(low).peak_host > room.host:
+            return None
+        middle = (low + high) // 2
+        if guesses:
+            over, under = (plan(step).peak_device for step in (low, high))
+            middle = low + math.ceil((high - low) * (over - room.device) / (over - under))
+            middle, guesses = min(max(middle, low + 1), high - 1), guesses - 1
+        if plan(middle).peak_device <= room.device:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def cheapest(config: RunConfig, levels: tuple[str, ...], room: Room, planned: Planned) -> Proposal | None:
+    """Returns of several levels the one that fits and moves the least."""
+    fitting: list[Proposal] = []
+    for level in levels:
+        if proposal := least(config, level, room, planned):
+            fitting.append(proposal)
+            if not proposal.moved:
+                break  # none moves less
+    return min(fitting, key=lambda proposal: proposal.moved, default=None)
+
+
+def with_least_offload(
+    config: RunConfig, room: Room, planned: Planned
+) -> tuple[RunConfig, MemoryPlan, int] | None:
+    """Returns a configuration of several programs with the offload that fits and moves the least, what it
+    needs, and the bytes that it moves."""
+    levels = LEVELS[config.offload.activations == "none" :]
+    if (found := cheapest(config, levels, room, planned)) is None:
+        return None
+    values = {"offload.level": found.level, "offload.fraction": found.fraction or 1.0}
+    return replaced(config, values), found.plan, found.moved
+
+
+def by_arithmetic(
+    config: RunConfig, devices: int, segments: int, resident: MemoryPlan | None = None
+) -> Planned:
+    """Returns `estimate` as a function of the offload."""
+
+    def planned(offload: OffloadConfig) -> tuple[MemoryPlan, int]:
+        tried = dataclasses.replace(config, offload=offload)
+        return estimate(tried, resident=resident, devices=devices, segments=segments)
+
+    return planned
+
+
+def propose(
+    config: RunConfig,
+    room: Room,
+    *,
+    resident: MemoryPlan | None = None,
+    devices: int = 1,
+    segments: int = 1,
+    formats: Sequence[str] = BY_PRECISION,
+) -> list[Proposal]:
+    """Returns for each format the level and fraction that fit and move the least, the cheapest format first.
+
+    One that fits at no level is left out, or that the optimizer's other settings forbid. resident, devices,
+    segments: as of `estimate`.
+    """
+    found = []
+    for state in formats:
+        try:
+            tried = dataclasses.replace(config, optim=dataclasses.replace(config.optim, state=state))
+        except InputError:
+            continue
+        levels = levels_with_room(tried, room, devices)
+        if config.remat.keep_parameters:  # the others keep none
+            levels = tuple(level for level in levels if level == "none")
+        if proposal := cheapest(tried, levels, room, by_arithmetic(tried, devices, segments, resident)):
+            found.append(proposal)
+    return sorted(found, key=lambda proposal: proposal.moved)
+
+
+def levels_with_room(config: RunConfig, room: Room, devices: int) -> tuple[str, ...]:
+    """Returns the levels that are worth a rehearsal: a state is on the device or on the host, whatever level
+    moves it. A model that is far too large for both is so refused at once."""
+    needs = indispensable(replaced(config, {"offload.level": LEVELS[-1]}), devices)
+    held, state = sum(needs.values()), needs["parameters"] + needs["optimizer"]
+    resident, moved = state <= room.device, held * devices <= room.device * devices + room.host
+    return LEVELS[:1] * resident + LEVELS[1:] * moved

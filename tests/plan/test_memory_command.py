@@ -1,0 +1,65 @@
+"""The command `plan memory`: what it refuses, what does not fit, and which step it plans."""
+
+import dataclasses
+
+import jax
+import pytest
+from runs import ROOT
+
+from jaxthru import config as configuration
+from jaxthru.build import choices
+from jaxthru.build.defaults import replaced
+from jaxthru.plan.__main__ import main
+from jaxthru.runtime import aot
+
+SCANNED_LAYERS = "--set", "model.loop=scan", "--set", "offload.activations=inputs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device", "h300"), "--device h300: unknown; did you mean 'h"),
+        (("--devices", "0"), "--devices 0: must be at least 1"),
+        (("--segments", "0"), "--segments: must be at least 1"),
+        (("--devices", "3"), "must be a multiple of mesh.fsdp = 3"),
+        (("--best", *SCANNED_LAYERS), "model.loop = 'scan': with offload.level = 'auto'"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, message, capsys):
+    assert main(["memory", "--config", str(ROOT / "configs" / "quickstart.py"), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("settings", [(), ("--best",), ("--best", "--set", "offload.level=optimizer")])
+def test_a_model_that_fits_nowhere_is_told_what_it_lacks(settings, capsys):
+    of = ["memory", "--config", str(ROOT / "configs" / "llama3_70b.py"), "--segments", "8"]
+    assert main([*of, *settings]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert "nothing fits with optim.state = 'float32'; at the least it needs " in said[-1]
+    assert any(" scan " in line and line.endswith("no  ") for line in said) == (settings == ("--best",))
+
+
+def test_without_the_plugin_an_estimate_is_printed_and_said_to_be_one(monkeypatch, capsys):
+    monkeypatch.setattr(aot, "available", lambda: False)
+    monkeypatch.setattr(aot, "use_cpu", lambda devices: None)
+    of = ["memory", "--config", str(ROOT / "configs" / "llama3_8b.py"), "--set", "model.layers=8"]
+    assert main([*of, "--set", "offload.host_gib=100"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Memory of a step, an estimate by arithmetic: ") and "fits: " in said
+    assert "the GPU's host: 100.0 GiB to pin, by offload.host_gib" in said
+    assert main([*of, "--set", "offload.host_gib=10"]) == 1
+    assert "which may pin 10.0 (offload.host_gib)" in capsys.readouterr().out
+
+
+def test_a_config_json_is_planned_as_a_run_on_that_device_would_take_it(tmp_path, monkeypatch, capsys):
+    """What was settled elsewhere is chosen anew, and what was settled on such devices stays."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+    asked = configuration.load(ROOT / "configs" / "qwen3_0_6b.py")
+    chosen = replaced(asked, {"model.loop": "scan", "remat.policy": "full", "offload.level": "none"})
+    configuration.dump(chosen, tmp_path / "config.json")
+    for device, anew in (("8 × cpu", True), ("1 × NVIDIA H200", False)):
+        made = choices.made(asked, chosen, "why", jax.devices()[:1])
+        choices.write(tmp_path / "choices.json", [dataclasses.replace(each, device=device) for each in made])
+        assert main(["memory", "--config", str(tmp_path / "config.json"), "--segments", "8"]) == 0
+        assert ("remat.policy = auto is " in capsys.readouterr().out) == anew
