@@ -21,7 +21,7 @@ from jaxthru.build.batches import open_shared, prepared
 from jaxthru.build.checks import check_objective
 from jaxthru.build.compiled import Build, compile_step, fit_here
 from jaxthru.build.reference_model import reference_model
-from jaxthru.build.resuming import check_resumable, keys_of_run, recorded, schedule_changed
+from jaxthru.build.resuming import check_resumable, chosen_anew, keys_of_run, recorded, schedule_changed
 from jaxthru.build.step import facts_of
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.preview import opening
@@ -41,7 +41,7 @@ from jaxthru.training.checkpoint import Checkpointer, newest_step
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.goodput import EVALUATION, PLACEMENT, PROFILE, SAVE, open_goodput
 from jaxthru.training.record import open_record
-from jaxthru.training.run_directory import RunDirectory
+from jaxthru.training.run_directory import ROOT, RunDirectory, check_place
 from jaxthru.training.sinks.tracker import check_trackers, left_behind
 from jaxthru.training.stalls import Stalls
 from jaxthru.training.start import StartTimes
@@ -60,7 +60,7 @@ def train(
     config, data, train = built.config, built.data, built.config.train
     state, data_state = restore_or_start(built, directory, checkpointer)
     times.note("state")
-    start = data_state.step
+    step = start = data_state.step
     steps = data.last_step(data_state.schedule, seed=train.seed, rows=train.rows, steps=train.steps)
     goodput = open_goodput(directory.path, start, times)
     directory.cut(start)
@@ -94,8 +94,8 @@ def train(
         goodput.ready()
         if start == 0 and evaluation.due(0, last=False):
             evaluate(0)
+            times.note("evaluation")
         timer.restart_clock()
-        step = start
         while step < steps and not stop.should_stop(step + 1):
             step += 1
             timer.check_idle()
@@ -229,6 +229,7 @@ def _prepare_and_train(
     layout, searched = fit_here(config)
     fresh = newest is None and not local_tier.common_steps(local)
     weights = published_weights(config, fresh) if fresh or config.lora.on else None
+    distributed.from_first(lambda: check_place(directory.path if directory else Path(ROOT, name)))
     log.info("preparing data: mix %s ...", config.data.mix)
     kept = directory.tokenizer if directory else None
     recipes = load_mix(config.data.mix, config.data.tokenizer, kept).recipes
@@ -245,6 +246,8 @@ def _prepare_and_train(
     built = compile_step(config, layout, data, autotuned, weights, **how)
     built = dataclasses.replace(built, before=begun_with)
     times.note("compile")
+    for line in chosen_anew(begun_with, asked, built.config):
+        log.info("chosen anew: %s", line)
     saved = directory.checkpoints, config.checkpoint, in_place(built.saved_part(built.abstract))
     with data, directory.locked(), contextlib.ExitStack() as stack:
         local = local_tier.located(directory.path, config.checkpoint.local, begin=True)

@@ -58,6 +58,7 @@ def test_a_run_learns_and_leaves_what_the_contract_names(place, whole):
     assert "kernels: attention uses xla" in whole and whole.count("attention uses") == 1
     for part in ("held-out loss", "prose", "tokens/s", "run directory", "train longer: "):
         assert part in whole
+    assert re.search(r"start: .*, state \d+ s, evaluation \d+ s, first step \d+ s; ", whole)
     assert "the tokenizer uses 300 of model.vocabulary = 320" in whole
 
 
@@ -409,6 +410,17 @@ def refuse(capsys, place, run_dir: str, *arguments: str, **settings) -> str:
 def test_bad_input_is_one_line(place, whole, capsys, settings, message):
     assert message in refuse(capsys, place, "refused", **settings)
     assert not (place.folder / "refused").exists()
+
+
+def test_what_cannot_run_or_be_kept_is_refused_before_data_is_prepared(place, whole, capsys):
+    unprepared = place.folder / "unprepared"
+    for key, by in {"attention": "triton", "rms_norm": "triton", "linear_cross_entropy": "triton"}.items():
+        line = refuse(capsys, place, "refused", data__store=unprepared, **{f"kernels__{key}": by})
+        assert f"kernels.{key} = '{by}'" in line and "no implementation can run here" in line
+    (place.folder / "text").touch()
+    line = refuse(capsys, place, "text/run", data__store=unprepared)
+    assert line.endswith("text/run: cannot be written (Not a directory)")
+    assert not unprepared.exists()
 
 
 def test_bad_input_ends_the_process_with_code_2(place):

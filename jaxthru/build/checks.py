@@ -1,18 +1,21 @@
 """Checks that a configuration fits these devices, before data is prepared or a device works."""
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 
 import jax
 
-from jaxthru.build.defaults import float8_setting
-from jaxthru.build.step import chain_of
+from jaxthru.build.defaults import float8_setting, plain, replaced
+from jaxthru.build.step import assemble, chain_of
 from jaxthru.config import RunConfig
+from jaxthru.engine.offload import OffloadConfig
 from jaxthru.engine.step import check_groups
 from jaxthru.models import family
-from jaxthru.runtime.errors import require
+from jaxthru.runtime.errors import InputError, require
 from jaxthru.runtime.mesh import make_mesh
 from jaxthru.runtime.sharding import Layout, check_divisible
+from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
 from pallas_kernels.grouped_matmul.float8 import OPERATION as GROUPED_FLOAT8
 
@@ -146,6 +149,19 @@ def check_copies(config: RunConfig, layout: Layout, platform: str) -> None:
         config.kernels.collective_matmul != "none" or layout.size("heads") == 1,
         f"{asked}: with kernels.collective_matmul = 'none' XLA places what moves; choose 'collectives'",
     )
+
+
+def check_kernels(config: RunConfig, layout: Layout) -> None:
+    """Raises InputError where an implementation that `kernels` names cannot run on these devices: a step is
+    traced."""
+    config = plain(dataclasses.replace(config, offload=OffloadConfig()))  # one program, which takes them all
+    of_data = {"segments": 1, "sources": 1, "attention": attention_by(config)}
+    try:
+        with dispatch.assumed(layout.mesh.devices.flat[0].platform):
+            made = assemble(replaced(config, {"model.loop": "scan"}), layout, **of_data)
+            made.jitted.trace(made.abstract, made.batch)
+    except Unsupported as refusal:
+        raise InputError(f"{setting_behind(config, refusal)}: {refusal}") from refusal
 
 
 def attention_by(config: RunConfig, platform: str | None = None) -> str:

@@ -15,6 +15,7 @@ from jaxthru.build.adapted_weights import published_weights, reader_of
 from jaxthru.build.batches import place, train_batches
 from jaxthru.build.checks import (
     attention_by,
+    check_kernels,
     check_objective,
     check_vocabulary,
     offloaded,
@@ -178,6 +179,8 @@ def fit_here(config: RunConfig, devices: list[jax.Device] | None = None) -> tupl
     layout = validate(config, devices)
     config, _ = early_choices.of_run(config, layout)
     check_host_memory(config, layout)
+    if config.kernels.any_named and choices.documents(config).notes:  # else its compile is near, and says it
+        check_kernels(config, layout)
     if not choices.open_keys(config):
         return layout, None
     found = choices.documents(config)

@@ -9,6 +9,7 @@ from jaxthru.config import RunConfig
 from jaxthru.data.loading.state import check_sampler
 from jaxthru.optim.schedule_change import Plan, schedule_change
 from jaxthru.runtime.errors import require
+from jaxthru.runtime.plain import flat
 from jaxthru.training.checkpoint import newest_data_state, saved_steps
 from jaxthru.training.run_directory import RunDirectory
 
@@ -25,6 +26,16 @@ def check_resumable(config: RunConfig, directory: RunDirectory, resume: str) -> 
         old = configuration.load_own(directory.config)
         for line in configuration.check_change(old, config, path):
             log.info("changed since the run was started: %s", line)
+
+
+def chosen_anew(run: RunConfig | None, asked: RunConfig, config: RunConfig) -> list[str]:
+    """Returns what was left open and is another than the run had so far, one `group.key (old → new)` each.
+    run: the configuration that it was started with."""
+    if run is None:
+        return []
+    before, left_open, now = (flat(configuration.to_dict(each)) for each in (run, asked, config))
+    chosen = [key for key, value in now.items() if value not in (left_open.get(key), before.get(key))]
+    return [f"{key} ({before.get(key)!r} → {now[key]!r})" for key in chosen]
 
 
 def schedule_changed(old: RunConfig | None, config: RunConfig, step: int) -> str:

@@ -46,6 +46,11 @@ class KernelsConfig:
         """Whether kernels address the memory of other GPUs; see `runtime.xla.for_peers`."""
         return self.collective_matmul in WRITES_TO_PEERS
 
+    @property
+    def any_named(self) -> bool:
+        """Whether an implementation is asked for by name."""
+        return any(name != "auto" for name in dataclasses.astuple(self))
+
     def named(self, operation: str) -> str | None:
         """Returns what an operation takes as `implementation`: the name asked for, or None for `auto`."""
         name = getattr(self, operation)

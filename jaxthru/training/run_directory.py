@@ -30,6 +30,7 @@ import fcntl
 import itertools
 import json
 import logging
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,10 @@ EVAL_FIELDS = ("step", "loss", "loss_by_source", "tokens")
 BASE_FILES = ("config.json", "generation_config.json", "README.md", "LICENSE*", "NOTICE*")
 """What a folder of published weights says about them, beside its tokenizer."""
 BASE_BYTES = 10_000_000
+
+
+ROOT = "runs"
+"""Where a run directory is made by itself."""
 
 
 class RunDirectory:
@@ -92,7 +97,7 @@ class RunDirectory:
         return f"RunDirectory({self.where!r}): {row['step']:,}{of} steps{loss}"
 
     @classmethod
-    def fresh(cls, name: str, root: Path | str = "runs") -> "RunDirectory":
+    def fresh(cls, name: str, root: Path | str = ROOT) -> "RunDirectory":
         """Makes and returns `root`/`name`/<n> with the next free n, the same in all processes.
 
         Raises InputError, in all of them, if it cannot be made.
@@ -297,3 +302,12 @@ def _base_files(folder: Path) -> dict[str, bytes]:
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     return found
+
+
+def check_place(path: Path) -> None:
+    """Raises InputError where no run directory can be made or written. Leaves nothing there."""
+    try:
+        with tempfile.TemporaryFile(dir=next(there for there in (path, *path.parents) if there.exists())):
+            pass
+    except OSError as error:
+        raise InputError(f"--run-dir {path}: cannot be written ({error.strerror})") from error

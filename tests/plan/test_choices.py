@@ -13,7 +13,7 @@ from runs import ROOT
 
 import jaxthru
 from jaxthru import config as configuration
-from jaxthru.build import choices, confirmed
+from jaxthru.build import choices, confirmed, resuming
 from jaxthru.build.checks import validate
 from jaxthru.build.compiled import compile_step
 from jaxthru.build.defaults import get, plain
@@ -239,6 +239,15 @@ def test_what_is_left_open_is_no_change_of_a_run(tmp_path):
     asked = eight_layers()
     chosen = next(candidates(asked, Room(24 * GIB, 100 * GIB))).config
     assert configuration.check_change(chosen, asked, tmp_path) == []
+
+
+def test_what_a_run_chooses_anew_is_said():
+    """Of keys that were asked for, `check_change` tells."""
+    asked = choices.replaced(jaxthru.RunConfig(), {"train.rows": 4})
+    before = choices.replaced(asked, {"model.loop": "unroll", "remat.policy": "gate", "train.rows": 2})
+    chosen = choices.replaced(asked, {"model.loop": "scan", "remat.policy": "gate"})
+    assert resuming.chosen_anew(before, asked, chosen) == ["model.loop ('unroll' → 'scan')"]
+    assert resuming.chosen_anew(None, asked, chosen) == []
 
 
 def test_a_run_keeps_the_choices_that_its_configuration_still_shows():

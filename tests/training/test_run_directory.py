@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from processes import finish, start_processes
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training.display import LONGER, overrides
-from jaxthru.training.run_directory import EVAL_FIELDS, METRICS_FIELDS, RunDirectory
+from jaxthru.training.run_directory import EVAL_FIELDS, METRICS_FIELDS, RunDirectory, check_place
 
 
 def metrics_row(step, **values):
@@ -58,6 +59,15 @@ def test_a_fresh_directory_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "runs").touch()
     with pytest.raises(InputError, match="runs/tiny: no run directory can be made in it"):
         RunDirectory.fresh("tiny", tmp_path / "runs")
+
+
+def test_a_place_is_tried_and_left_as_it_was(tmp_path):
+    (tmp_path / "file").touch()
+    check_place(tmp_path / "runs" / "tiny")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    for path in (tmp_path / "file" / "run", Path("/proc/run")):
+        with pytest.raises(InputError, match=f"--run-dir {path}: cannot be written"):
+            check_place(path)
 
 
 def test_an_unset_variable_is_no_run_directory():
