@@ -18,7 +18,7 @@ from jaxthru import config as configuration
 from jaxthru.build import choices, pinned_host
 from jaxthru.build.adapted_weights import published_weights
 from jaxthru.build.batches import open_shared, prepared
-from jaxthru.build.checks import check_objective
+from jaxthru.build.checks import check_kernels, check_objective
 from jaxthru.build.compiled import Build, compile_step, fit_here
 from jaxthru.build.reference_model import reference_model
 from jaxthru.build.resuming import check_resumable, chosen_anew, keys_of_run, recorded, schedule_changed
@@ -41,7 +41,7 @@ from jaxthru.training.checkpoint import Checkpointer, newest_step
 from jaxthru.training.display import final_table, open_progress
 from jaxthru.training.goodput import EVALUATION, PLACEMENT, PROFILE, SAVE, open_goodput
 from jaxthru.training.record import open_record
-from jaxthru.training.run_directory import ROOT, RunDirectory, check_place
+from jaxthru.training.run_directory import RunDirectory, check_place
 from jaxthru.training.sinks.tracker import check_trackers, left_behind
 from jaxthru.training.stalls import Stalls
 from jaxthru.training.start import StartTimes
@@ -226,12 +226,14 @@ def _prepare_and_train(
     config = choices.resolve(asked, begun_with, chosen)
     for line in config.model.warnings:
         log.warning("%s", line)
-    layout, searched = fit_here(config)
+    kept = directory.tokenizer if directory else None
+    layout, searched = fit_here(config, begun=begun, kept=kept)
+    if begun_with is None and asked.kernels.any_named:  # a run that goes on has compiled them
+        check_kernels(config, layout)
     fresh = newest is None and not local_tier.common_steps(local)
     weights = published_weights(config, fresh) if fresh or config.lora.on else None
-    distributed.from_first(lambda: check_place(directory.path if directory else Path(ROOT, name)))
+    distributed.from_first(lambda: check_place(directory, name))
     log.info("preparing data: mix %s ...", config.data.mix)
-    kept = directory.tokenizer if directory else None
     recipes = load_mix(config.data.mix, config.data.tokenizer, kept).recipes
     check_objective(config, {name: recipe.options.unit for name, recipe in recipes.items()})
     keys = prepared(config.data, begun, kept)

@@ -113,10 +113,11 @@ def read(path: Path) -> tuple[Choice, ...]:
     if not path.exists():
         return ()
     try:
-        found = [Choice(**row) for row in json.loads(path.read_text())]
+        names = [field.name for field in dataclasses.fields(Choice)]
+        found = [Choice(*(row[name] for name in names)) for row in json.loads(path.read_text())]
         known = plain_values.flat(configuration.to_dict(RunConfig()))
         return tuple(each for each in found if each.key in known)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         said = f"{path}: cannot be read as choices ({error})"
         raise InputError(
             f"{said}; delete it, and start with the configuration that was asked for, not its config.json"
@@ -210,9 +211,9 @@ def share_of(room: Room, config: RunConfig) -> Room:
 
 
 def proposed(config: RunConfig, layout: Layout, room: Room | None, segments: int) -> Iterator[Candidate]:
-    """Yields what a configuration may become here, the fastest first; itself where nothing is open.
+    """Yields what a configuration may become here, see `likeliest`; itself where nothing is open.
 
-    segments: most documents in a row. Raises InputError, with what is short, where nothing fits by
+    segments: most documents in a row. Raises InputError, with what is short, where nothing is near by
     arithmetic.
     """
     if not open_keys(config):
@@ -292,11 +293,14 @@ class Documents(NamedTuple):
     masked: bool = False
 
 
-def documents(config: RunConfig) -> Documents:
-    """Returns what the documents of the mix are like. Raises InputError for a mix that is none."""
-    load_mix(config.data.mix, config.data.tokenizer)
+def documents(
+    config: RunConfig, begun: Mapping[str, str] | None = None, kept: Path | None = None
+) -> Documents:
+    """Returns what the documents of the mix are like. begun, kept: of a run that goes on, as of `open_data`.
+    Raises InputError for a mix that is none."""
+    load_mix(config.data.mix, config.data.tokenizer, kept)
     try:
-        with open_data(config.data, prepare=False) as data:
+        with open_data(config.data, prepare=False, begun=begun, kept=kept) as data:
             found = {"mean": mean_document(data), "masked": data.masked}
             return Documents(data.segments, len(data.names), **found)
     except InputError:

@@ -15,7 +15,6 @@ from jaxthru.build.adapted_weights import published_weights, reader_of
 from jaxthru.build.batches import place, train_batches
 from jaxthru.build.checks import (
     attention_by,
-    check_kernels,
     check_objective,
     check_vocabulary,
     offloaded,
@@ -172,18 +171,18 @@ def build_step(config: RunConfig, data: RunData, devices: list[jax.Device] | Non
     return compile_step(config, layout, data, weights=published_weights(config), searched=searched)
 
 
-def fit_here(config: RunConfig, devices: list[jax.Device] | None = None) -> tuple[Layout, Search | None]:
+def fit_here(
+    config: RunConfig, devices: list[jax.Device] | None = None, **run: Any
+) -> tuple[Layout, Search | None]:
     """Returns the layout of a configuration, see `checks.validate`, whose step has room in the memory of
     devices and hosts, and the search that found it where one was needed, for `compile_step`. Ask it before
-    data is prepared. Raises InputError."""
+    data is prepared. run: `begun` and `kept` of `open_data`. Raises InputError."""
     layout = validate(config, devices)
     config, _ = early_choices.of_run(config, layout)
     check_host_memory(config, layout)
-    if config.kernels.any_named and choices.documents(config).notes:  # else its compile is near, and says it
-        check_kernels(config, layout)
     if not choices.open_keys(config):
         return layout, None
-    found = choices.documents(config)
+    found = choices.documents(config, **run)
     capability = attention_choice.capability_of(layout)
     config, _ = attention_choice.by_table(config, layout, found.segments, found.mean, capability)
     search = Search(config, layout, choices.room_here(config), found.segments)

@@ -74,15 +74,16 @@ SLOWER = 1.01
 def fastest[Found](
     candidates: Iterable[Candidate], confirm: Callable[[Candidate], tuple[Candidate, Found] | None]
 ) -> tuple[Candidate, Found] | None:
-    """Returns what was found of the first of candidates, the fastest first, that fits as compiled. Where it
-    then needs so much more offload than by arithmetic that the next may be faster, that is compiled too.
+    """Returns what was found of the first of candidates, the fastest first and near ones last, that fits as
+    compiled. Where it then needs so much more offload than by arithmetic that the next may be faster, that is
+    compiled too.
 
     confirm: returns a candidate with the offload that it needs as compiled, and what else was found; None
     where it does not fit.
     """
     best = None
     for candidate in candidates:
-        if best is not None and best[0].seconds <= candidate.seconds:
+        if best is not None and (candidate.near or best[0].seconds <= candidate.seconds):
             break
         if (found := confirm(candidate)) is None:
             continue

@@ -1,4 +1,4 @@
-"""The settings of remat.policy, model.loop and offload that fit by arithmetic, the fastest first.
+"""The settings of remat.policy, model.loop and offload that fit by arithmetic, or nearly: the fastest first.
 
 Arithmetic alone decides nothing (build/choices.py compiles what it proposes): it is 5 % short to 8 % over,
 and now and then over by more.
@@ -45,18 +45,20 @@ UNROLLED_MOST = 64
 """Most layers that are compiled one by one: 36 take 40 s."""
 OVER = 1.12
 """How many times what is compiled arithmetic may say: a loop over OLMoE's 16 layers was 1.106 times as large.
-What is too large by no more than that is compiled before it is refused."""
+What is too large by no more than that is near, and compiled before a configuration is refused."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """A configuration with none of `defaults.AUTO` left open. plan: by arithmetic. matmuls: seconds of a
-    step's. moved: bytes over PCIe a step, both directions together."""
+    step's. moved: bytes over PCIe a step, both directions together. near: it does not fit by arithmetic, and
+    may fit as compiled."""
 
     config: RunConfig
     plan: MemoryPlan
     matmuls: float
     moved: int
+    near: bool = False
 
     @property
     def seconds(self) -> float:
@@ -89,15 +91,20 @@ def all_candidates(config: RunConfig, room: Room, devices: int = 1, segments: in
 
 
 def likeliest(found: Iterable[Candidate], room: Room) -> Iterator[Candidate]:
-    """Yields of candidates, the fastest first, those that fit by arithmetic, and behind them what may fit all
-    the same, the smallest first."""
-    near, most = [], _at_most(room)
+    """Yields of candidates, the fastest first, those that fit by arithmetic, and behind them near ones: the
+    smallest of each form, for one that does not fit as compiled says as much of the others."""
+    near: dict[tuple[str, bool], Candidate] = {}
     for one in found:
         if room.holds(one.plan):
             yield one
-        elif most.holds(one.plan):
-            near.append(one)
-    yield from sorted(near, key=lambda one: one.plan.peak_device)
+        elif _at_most(room).holds(one.plan):
+            form = one.config.model.loop, one.config.offload.layered
+            near[form] = min(near.get(form, one), one, key=_size)
+    yield from (dataclasses.replace(one, near=True) for one in sorted(near.values(), key=_size))
+
+
+def _size(candidate: Candidate) -> tuple[int, bool]:
+    return candidate.plan.peak_device, candidate.config.mesh.copies  # which take memory that is not in a plan
 
 
 def too_large(candidate: Candidate, room: Room) -> bool:
@@ -138,8 +145,7 @@ def _fitted(
     """Returns a configuration, with the offload that it needs where `config` leaves that open, if it may fit.
     seconds: of its matmuls."""
     if config.offload.level == "auto" and tried.offload.layered:
-        rooms = room, _at_most(room)
-        found = next(filter(None, (with_least_offload(tried, each, planned) for each in rooms)), None)
+        found = with_least_offload(tried, room, planned) or with_least_offload(tried, _at_most(room), planned)
         if found is None:
             return None
         tried, plan, moved = found

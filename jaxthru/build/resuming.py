@@ -33,9 +33,11 @@ def chosen_anew(run: RunConfig | None, asked: RunConfig, config: RunConfig) -> l
     run: the configuration that it was started with."""
     if run is None:
         return []
-    before, left_open, now = (flat(configuration.to_dict(each)) for each in (run, asked, config))
-    chosen = [key for key, value in now.items() if value not in (left_open.get(key), before.get(key))]
-    return [f"{key} ({before.get(key)!r} → {now[key]!r})" for key in chosen]
+    before, wanted, now = (flat(configuration.to_dict(each)) for each in (run, asked, config))
+    left_open = [key for key, value in wanted.items() if value == "auto"]
+    left_open += [other for key in left_open for other in choices.KEPT_WITH.get(key, ())]
+    anew = [key for key in left_open if before.get(key) != now[key]]
+    return [f"{key} ({before.get(key)!r} → {now[key]!r})" for key in sorted(anew)]
 
 
 def schedule_changed(old: RunConfig | None, config: RunConfig, step: int) -> str:

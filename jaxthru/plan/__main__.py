@@ -76,20 +76,14 @@ def _memory(arguments: argparse.Namespace) -> int:
     if arguments.best:
         _show(None, [*taken])
         return _best(config, target, devices, arguments.segments, segments, room)
-    asked = config
-    if choices.open_keys(config):
-        settled = _settled(config, target, devices, arguments.segments, segments, room)
-        if settled is None:
-            _show(None, [*room.said, choices.nothing_fits(config, room, devices, segments)])
-            return 1
+    if not choices.open_keys(config):
+        plan, resident = _plan(config, target, devices, arguments.segments)
+    elif settled := _settled(config, target, devices, arguments.segments, segments, room):
         config, plan, resident = settled
     else:
-        plan, resident = _plan(config, target, devices, arguments.segments)
+        _show(None, [*room.said, *taken, choices.nothing_fits(config, room, devices, segments)])
+        return 1
     plan = dataclasses.replace(plan, notes=(*taken, *plan.notes))
-    if asked is not config:
-        chosen = ", ".join(f"{key} = auto is {get(config, key)}" for key in choices.open_keys(asked))
-        layered = f", offload.fraction = {config.offload.fraction:g}" * config.offload.layered
-        plan = dataclasses.replace(plan, notes=(chosen + layered, *plan.notes))
     if not aot.available():  # a plan that is compiled says so itself
         plan = dataclasses.replace(plan, notes=(*plan.notes, *found.notes))
     _show(None, [COMPILED if aot.available() else ESTIMATE])
@@ -118,7 +112,10 @@ def _settled(
     confirm = lambda candidate: memory.confirm(config, candidate, target, room, devices, segments)  # noqa: E731
     if (found := fastest(tried, confirm)) is None:
         return None
-    config, plan = found[0].config, found[1]
+    asked, config, plan = config, found[0].config, found[1]
+    chosen = ", ".join(f"{key} = auto is {get(config, key)}" for key in choices.open_keys(asked))
+    layered = f", offload.fraction = {config.offload.fraction:g}" * config.offload.layered
+    plan = dataclasses.replace(plan, notes=(chosen + layered, *plan.notes))
     return config, plan, None if config.offload.layered or not aot.available() else plan
 
 

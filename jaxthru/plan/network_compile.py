@@ -122,7 +122,7 @@ def _settled(
     notes: tuple[str, ...] = ()
     if plain(config) != config:
         tried = candidates(config, memory.room(config, target), devices=devices, segments=found.segments)
-        chosen = next((one.config for one in tried if not one.config.offload.layered), None)
+        chosen = next((one.config for one in tried if not (one.near or one.config.offload.layered)), None)
         notes = ("nothing fits without offload, by arithmetic: see plan memory",) * (chosen is None)
         config = chosen or plain(config)
     keys = [key for key in (*AUTO, "kernels.attention") if get(asked, key) != get(config, key)]

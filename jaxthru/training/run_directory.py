@@ -56,8 +56,7 @@ BASE_FILES = ("config.json", "generation_config.json", "README.md", "LICENSE*", 
 BASE_BYTES = 10_000_000
 
 
-ROOT = "runs"
-"""Where a run directory is made by itself."""
+ROOT = "runs"  # of run directories that are given no place
 
 
 class RunDirectory:
@@ -113,8 +112,7 @@ class RunDirectory:
                         (parent / str(number)).mkdir()
                         return str(parent / str(number))
             except OSError as error:
-                said = f"{parent}: no run directory can be made in it ({error.strerror}); give a --run-dir"
-                raise InputError(said) from error
+                raise _no_place(parent, error) from error
 
         return cls(from_first(make))
 
@@ -140,7 +138,7 @@ class RunDirectory:
                 self.path.mkdir(parents=True, exist_ok=True)
                 file = held.enter_context((self.path / ".lock").open("w"))
             except OSError as error:
-                raise InputError(f"--run-dir {self.path}: cannot be written ({error.strerror})") from error
+                raise _unwritable(self.where, error) from error
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -304,10 +302,19 @@ def _base_files(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def check_place(path: Path) -> None:
-    """Raises InputError where no run directory can be made or written. Leaves nothing there."""
+def check_place(directory: RunDirectory | None, name: str) -> None:
+    """Raises InputError where this directory, or a fresh one of a name, cannot be; leaves nothing there."""
+    path = directory.path if directory else Path(ROOT, name)
     try:
         with tempfile.TemporaryFile(dir=next(there for there in (path, *path.parents) if there.exists())):
             pass
     except OSError as error:
-        raise InputError(f"--run-dir {path}: cannot be written ({error.strerror})") from error
+        raise (_unwritable(directory.where, error) if directory else _no_place(path, error)) from error
+
+
+def _unwritable(where: str, error: OSError) -> InputError:
+    return InputError(f"--run-dir {where}: cannot be written ({error.strerror})")
+
+
+def _no_place(parent: Path, error: OSError) -> InputError:
+    return InputError(f"{parent}: no run directory can be made in it ({error.strerror}); give a --run-dir")

@@ -161,9 +161,11 @@ def test_what_arithmetic_alone_finds_too_large_is_compiled_before_it_is_refused(
 
     monkeypatch.setattr(confirmed.Sizes, "of", staticmethod(lambda stats: confirmed.Sizes(least // 2, 0, 0)))
     monkeypatch.setattr(choices, "room_here", lambda config: room(1.05))
-    assert sizes[built((config, data)).config.remat.policy] == least, "the smallest first"
-    near = [each.plan.peak_device for each in candidates(config, room(1.05), gpu=False)]
-    assert near == sorted(near) and near[-1] <= OVER * room(1.05).device
+    assert sizes[built((config, data)).config.remat.policy] == least, "the smallest"
+    (near,) = candidates(config, room(1.05), gpu=False)
+    assert near.near and room(1.05).device < near.plan.peak_device <= OVER * room(1.05).device
+    forms = [one.config.model.loop for one in candidates(config, room(1.05))]
+    assert sorted(forms) == ["scan", "unroll"], "for one that does not fit says as much of the others"
     monkeypatch.setattr(choices, "room_here", lambda config: room(1.15))
     with pytest.raises(InputError, match="nothing fits"):
         built((config, data))
@@ -231,7 +233,8 @@ def test_choices_that_are_damaged_are_one_line(tmp_path, text):
 @pytest.mark.parametrize("key", ["kernels.gone", "remat", None])
 def test_choices_of_keys_that_are_no_more_are_passed_over(tmp_path, key):
     kept = choices.Choice("remat.policy", "auto", "none", "why", "8 × another")
-    choices.write(tmp_path / "choices.json", [dataclasses.replace(kept, key=key), kept])
+    rows = [dataclasses.asdict(dataclasses.replace(kept, key=key)), dataclasses.asdict(kept) | {"more": 1}]
+    (tmp_path / "choices.json").write_text(json.dumps(rows))
     assert choices.read(tmp_path / "choices.json") == (kept,)
 
 
@@ -244,9 +247,12 @@ def test_what_is_left_open_is_no_change_of_a_run(tmp_path):
 def test_what_a_run_chooses_anew_is_said():
     """Of keys that were asked for, `check_change` tells."""
     asked = choices.replaced(jaxthru.RunConfig(), {"train.rows": 4})
-    before = choices.replaced(asked, {"model.loop": "unroll", "remat.policy": "gate", "train.rows": 2})
+    before = {"model.loop": "unroll", "remat.policy": "gate", "train.rows": 2, "offload.fraction": 0.5}
+    before = choices.replaced(asked, before)
     chosen = choices.replaced(asked, {"model.loop": "scan", "remat.policy": "gate"})
-    assert resuming.chosen_anew(before, asked, chosen) == ["model.loop ('unroll' → 'scan')"]
+    said = resuming.chosen_anew(before, asked, chosen)
+    assert "model.loop ('unroll' → 'scan')" in said and "offload.fraction (0.5 → 1.0)" in said
+    assert not any("remat" in line or "rows" in line for line in said)
     assert resuming.chosen_anew(None, asked, chosen) == []
 
 

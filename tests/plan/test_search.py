@@ -46,7 +46,9 @@ def drawn(bench, commit: str, number: int):
         ({"a": 1.3, "b": 1.1}, "b", "ab"),  # more offload, whose copies the next does without
         ({"a": 1.15, "b": None, "c": 1.2}, "a", "ab"),
         ({"a": 1.3, "b": 1.25, "c": 1.2}, "c", "abc"),
-        ({"a": None, "b": None, "c": None}, None, "abc"),
+        ({"a": 1.3, "b": None, "c": None}, "a", "abc"),  # near ones are compiled where nothing else fits
+        ({"a": None, "b": None, "c": None, "near": 0.9}, "near", "abcnear"),
+        ({"a": None, "b": None, "c": None, "near": None}, None, "abcnear"),
     ],
 )
 def test_what_takes_more_offload_as_compiled_is_set_against_the_next(as_compiled, taken, compiled):
@@ -54,7 +56,7 @@ def test_what_takes_more_offload_as_compiled_is_set_against_the_next(as_compiled
     proposed = {
         name: Candidate(config, None, seconds, 0)
         for name, seconds in zip("abc", (1.0, 1.1, 1.2), strict=True)
-    }
+    } | {"near": Candidate(config, None, 0.9, 0, near=True)}
     tried = []
 
     def confirm(candidate):

@@ -61,13 +61,18 @@ def test_a_fresh_directory_that_cannot_be_made_is_one_line(tmp_path):
         RunDirectory.fresh("tiny", tmp_path / "runs")
 
 
-def test_a_place_is_tried_and_left_as_it_was(tmp_path):
+def test_a_place_is_tried_and_left_as_it_was(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    check_place(tmp_path / "runs" / "tiny")
+    monkeypatch.chdir(tmp_path)
+    check_place(RunDirectory(tmp_path / "runs" / "1"), "tiny")
+    check_place(None, "tiny")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     for path in (tmp_path / "file" / "run", Path("/proc/run")):
         with pytest.raises(InputError, match=f"--run-dir {path}: cannot be written"):
-            check_place(path)
+            check_place(RunDirectory(path), "tiny")
+    (tmp_path / "runs").touch()
+    with pytest.raises(InputError, match=r"runs/tiny: no run directory can be made in it .*give a --run-dir"):
+        check_place(None, "tiny")
 
 
 def test_an_unset_variable_is_no_run_directory():

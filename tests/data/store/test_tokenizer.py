@@ -8,6 +8,8 @@ import pytest
 import tokenizers
 from chatting import byte_level
 
+from jaxthru.build.choices import documents
+from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import DataConfig, open_data, prepare_data
 from jaxthru.data.sources.record import Document, Place
 from jaxthru.data.store.mix_file import load_mix
@@ -330,6 +332,8 @@ def test_a_mailed_run_goes_on_with_the_tokenizer_it_kept(mix, tmp_path):
         assert prepare_data(there, keys, kept) == keys
         with open_data(there, prepare=False, begun=keys, kept=kept) as data:
             assert data.tokenizer.path == kept / "tokenizer.json" and data.tokenizer.bos == 0
+            found = documents(RunConfig(data=there), keys, kept)  # by which a run's settings are chosen
+            assert found.segments == data.segments and not found.notes
     # Another path to the same tokenizer is as good, another tokenizer is not.
     moved = DataConfig(str(mix), 64, store=config.store, tokenizer=str(tmp_path / "moved"))
     assert prepare_data(moved, keys, kept) == keys
