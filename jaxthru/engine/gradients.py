@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 
 from jaxthru.models import scopes
 from jaxthru.runtime.weights import WeightInfo
@@ -98,3 +100,17 @@ def squares(gradients: Tree) -> jax.Array:
     """Returns the sum of the squares of all gradients, float32."""
     terms = (jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(gradients))
     return sum(terms, start=jnp.zeros((), jnp.float32))  # of what does not train there are none
+
+
+def stored_order(gradients: Tree) -> Tree:
+    """Returns the gradients with their elements in memory in the order of the parameters'.
+
+    A reduce-scatter along another dim than the first gives them with that dim first. XLA would put them in
+    order within the update, whose results could then not take the place of its inputs: each of the state's
+    arrays would be copied, at a third of the speed. The barrier keeps it from that; the norm waits for all
+    gradients anyway.
+    """
+    ordered = jax.tree.map(
+        lambda leaf: with_layout_constraint(leaf, MemoryLayout(tuple(range(leaf.ndim)))), gradients
+    )
+    return jax.lax.optimization_barrier(ordered)

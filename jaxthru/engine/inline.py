@@ -10,11 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout as MemoryLayout
-from jax.experimental.layout import with_layout_constraint
 
 from jaxthru.engine import advance, walk
-from jaxthru.engine.gradients import added, linearise, squares
+from jaxthru.engine.gradients import added, linearise, squares, stored_order
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, Batch, Model, join_stages, split_stages, unrolled
 from jaxthru.engine.objectives.objective import Objective
 from jaxthru.engine.step import State, Step, counters_of, slots_by_stage, state_of
@@ -180,22 +178,33 @@ def _scanned(
             x_ND, terms = link.result[0], merged(model.chain, terms, link.aux)
         return x_ND, (saved, terms)
 
-    def back(dx_ND: jax.Array, each: tuple) -> tuple:
-        (trees, saved), gradients = each, [None] * len(blocks)
+    def back(carry: tuple, each: tuple) -> tuple:
+        (dx_ND, repetition), (trees, at_hand), gradients = carry, each, [None] * len(blocks)
         for at, stage in reversed(blocks):
-            x_ND, kept = saved[at]
+            x_ND, kept = at_hand
             link = walk.linearised_block(model, stage, trees[at], x_ND, context, kept)
             gradients[at], dx_ND = link.pullback(walk.cotangents(link, dx_ND, context))
-        return dx_ND, gradients
+            if at:
+                # As if each block were a loop's whole body: left to itself, XLA puts off matmuls that nothing
+                # waits for until all blocks' operands are there, and begins with slices for all blocks.
+                dx_ND, gradients[at], stacks = jax.lax.optimization_barrier(
+                    (dx_ND, gradients[at], saved[at - 1])
+                )
+                one = functools.partial(jax.lax.dynamic_index_in_dim, index=repetition, keepdims=False)
+                at_hand = jax.tree.map(one, stacks)
+            elif group.repetitions == 1:  # of which XLA makes no loop, at whose end matmuls would be made
+                dx_ND, gradients[at] = jax.lax.optimization_barrier((dx_ND, gradients[at]))
+        return (dx_ND, repetition - 1), gradients
 
     # What a loop makes itself, such as the stacks of what is saved, lies in no scope of its body's.
     with jax.named_scope(scopes.MODEL), jax.named_scope(scopes.FORWARD):
         x_ND, (saved, terms) = jax.lax.scan(forward, x_ND, trees, length=group.repetitions)
 
     def backward(dx_ND: jax.Array, sums: dict[int, Tree]) -> jax.Array:
-        each = trees, saved
+        # The last block has its slices of what is saved from the loop. Others ask for theirs, by the count.
+        begun, each = (dx_ND, jnp.int32(group.repetitions - 1)), (trees, saved[-1])
         with jax.named_scope(scopes.MODEL), jax.named_scope(scopes.BACKWARD):
-            dx_ND, gradients = jax.lax.scan(back, dx_ND, each, length=group.repetitions, reverse=True)
+            (dx_ND, _), gradients = jax.lax.scan(back, begun, each, length=group.repetitions, reverse=True)
         for at, of_block in enumerate(gradients):
             book(first + at, of_block)
         return dx_ND
@@ -259,20 +268,6 @@ def hidden(model: Model, params: Tree, batch: Batch, max_segments: int) -> jax.A
     x_ND, _, _ = forward(model, params, batch, context)
     with jax.named_scope(scopes.MODEL):
         return model.chain.head.apply(params["head"], x_ND, context)[0]
-
-
-def stored_order(gradients: Tree) -> Tree:
-    """Returns the gradients with their elements in memory in the order of the parameters'.
-
-    A reduce-scatter along another dim than the first gives them with that dim first. XLA would put them in
-    order within the update, whose results could then not take the place of its inputs: each of the state's
-    arrays would be copied, at a third of the speed. The barrier keeps it from that; the norm waits for all
-    gradients anyway.
-    """
-    ordered = jax.tree.map(
-        lambda leaf: with_layout_constraint(leaf, MemoryLayout(tuple(range(leaf.ndim)))), gradients
-    )
-    return jax.lax.optimization_barrier(ordered)
 
 
 @functools.lru_cache(maxsize=4)
