@@ -18,6 +18,7 @@ from jaxthru.build.memory_sizes import (
     Sizes,
     attention_stand_in,
     experts_stand_in,
+    loops,
     norm_stand_in,
     stacked,
     update_in_8_bits,
@@ -198,16 +199,16 @@ def _assembled(config: RunConfig, devices: int, segments: int) -> tuple[Assemble
 
 def _stacked(config: RunConfig, devices: int, segments: int) -> int | None:
     """Returns the bytes of a device that a loop over layers stacks for the backward pass, beside their
-    inputs; None where layers are unrolled."""
+    inputs; None where there is no loop."""
     if config.model.loop != "scan":
         return None
     return _traced_stacks(dataclasses.replace(config, optim=OptimConfig()), devices, segments)
 
 
 @functools.lru_cache(maxsize=16)
-def _traced_stacks(config: RunConfig, devices: int, segments: int) -> int:
+def _traced_stacks(config: RunConfig, devices: int, segments: int) -> int | None:
     made, _ = _assembled(config, devices, segments)
-    return stacked(made, segments)
+    return stacked(made, segments) if loops(made.step.model) else None
 
 
 def _bytes_on_a_device(tree: Any) -> int:
@@ -221,7 +222,7 @@ def _resident(made: Assembled, sizes: Sizes, compiled: MemoryPlan | None) -> Mem
     model, state = made.step.model, dict.fromkeys(CATEGORIES, 0)
     for name, key in (("parameters", "params"), ("optimizer", "opt_state")):
         state[name] = _bytes_on_a_device(made.abstract[key])
-    of_layers, scanned = sizes.item * sizes.layers, model.loop == "scan"
+    of_layers, scanned = sizes.item * sizes.layers, loops(model)
     # Weights that come for a block, if not all are kept.
     weights = sizes.gathered if model.ops.layout.mesh.shape["fsdp"] > 1 and model.policy != "none" else 0
     # The LM head's gradient is whole until it is summed over devices; a loop's gradients are one stack.

@@ -15,7 +15,7 @@ from jaxthru.build.checks import attention_by
 from jaxthru.build.step import Assembled
 from jaxthru.config import RunConfig
 from jaxthru.engine.memory_tally import shard_size
-from jaxthru.engine.model import LAYERS, split_stages
+from jaxthru.engine.model import LAYERS, Model, split_stages
 from jaxthru.engine.walk import linearised_block
 from jaxthru.models.ops import Ops
 from jaxthru.models.remat import EXPERT_HIDDEN, kept_bytes
@@ -90,6 +90,11 @@ def attention_stand_in(config: RunConfig, layout: Layout, segments: int) -> tupl
         chosen = automatic(elements, segments, "cpu", width=head_dim)[0]
     workspace = cudnn_packed.workspace_bytes(elements, segments) if chosen == "cudnn_packed" else 0
     return STAND_IN.get(chosen, chosen), workspace
+
+
+def loops(model: Model) -> bool:
+    """Says whether a step has a loop over layers. Of one repetition XLA makes none."""
+    return model.loop == "scan" and any(group.repetitions > 1 for group in model.chain.groups)
 
 
 def stacked(made: Assembled, segments: int) -> int:
@@ -169,9 +174,11 @@ class Sizes:
         # Attention's turn comes when the feed-forward's work is over. In a loop's body, and on several
         # devices in a program of many blocks, XLA puts matmuls of weights' gradients off until after it.
         # Those of experts it does not, but in a loop: for them the layer before waits.
-        dense = any(stage.mixture is None for stage in chain.layers)
+        dense = [stage for stage in distinct(chain.layers) if stage.mixture is None]
         put_off = stacked is not None or (dense and mesh.size > 1 and in_one_program)
         at_once = work + workspace if put_off else max(work, attention + workspace)
+        if stacked is not None:
+            at_once = max([at_once, *(_feed_forward(stage, tokens, stream, item) for stage in dense)])
         stored = max(jax.tree.leaves(params), key=lambda leaf: leaf.size).dtype  # of a matrix
         # Experts are gathered as they are computed in, also where they are multiplied in float8.
         mixtures = any(stage.mixture for stage in chain.layers)
@@ -218,6 +225,14 @@ def _work(stage: Stage, ops: Ops, tokens: int, stream: int, layer: int) -> int:
         hidden = tokens * stage.mixture.rows(experts) * stage.kept[EXPERT_HIDDEN]
         moved += layer // ops.compute.itemsize + hidden * share
     return round(WORK * tokens * of(rows=0) + ROW_WORK * tokens * by_row * share + moved)
+
+
+def _feed_forward(stage: Stage, tokens: int, stream: int, item: int) -> int:
+    """Returns the bytes that a dense block in a loop has when its backward pass is behind the feed-forward's
+    activation: all that it could keep, for matmuls of weights' gradients wait, the gradients of gate, up and
+    of their product, and two of the stream."""
+    kept = kept_bytes(stage.kept, "none", item)
+    return tokens * (kept + 3 * item * stage.kept.get("gate", 0)) + 2 * stream
 
 
 def update_in_8_bits(made: Assembled) -> tuple[int, int]:

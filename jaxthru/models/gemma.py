@@ -187,6 +187,9 @@ def kept(config: Config) -> dict[str, int]:
         **{"query": query, "key": key, "value": key, "attention": query},
         **{"attention_statistics": config.heads, "attention_out": config.embed},
         **{"gate": config.mlp, "up": config.mlp, "mlp_out": config.embed},
+        # The stream between the branches: what goes into a branch's second norm has a name above.
+        "norm_inputs": query + key + config.embed,
+        "activated": config.mlp,  # XLA does not make the tanh again
         # Of each matmul's input, where that is not kept already; in float8, of them all.
         "rest": 2 * config.embed + config.mlp,
         "float8": 2 * config.embed + query + config.mlp,

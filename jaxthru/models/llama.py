@@ -173,6 +173,7 @@ def kept(config: Config) -> dict[str, int]:
         **{"query": query, "key": key, "value": key, "attention": query},
         **{"attention_statistics": config.heads, "attention_out": config.embed},
         **{"gate": config.mlp, "up": config.mlp},
+        "norm_inputs": (query + key) * config.qk_norm,
         # Of each matmul's input, where that is not kept already; in float8, of them all.
         "rest": 2 * config.embed + config.mlp,
         "float8": 2 * config.embed + query + config.mlp,

@@ -102,15 +102,15 @@ class Stage:
 
     name: of its kind, in programs' names. apply: (params, x, context) -> (y, Extras). init: key -> params,
     float32. weights: a WeightInfo for each of the params. kept: numbers per token of the activations that
-    have a name (`jax.ad_checkpoint.checkpoint_name`), and as "rest" of what else the backward pass needs if
-    nothing is computed again, which are the inputs of matmuls; "float8" are those multiplied in
-    float8. See `remat.kept_bytes`. matmul_flops: FLOPs per token of those with a name that are
-    matmuls, which a policy may have computed again. metrics: those that `apply` gives. scopes: name
-    scopes of its own, which the profiler is to tell apart. exchanges: {name scope whose all-to-alls are
-    meant: logical axis that is split where there are any}. advance: moves weights that do not train by what
-    the layer counted, its metrics of `layers`: once a step, behind the optimizer's update and only where that
-    is made. Without a gradient there is no clipping and no weight decay. It is given all of the layer's
-    params, and returns them with those replaced. mixture: of experts, if it has one.
+    have a name (`jax.ad_checkpoint.checkpoint_name`), and of what else the backward pass needs if nothing is
+    computed again: as "rest" the inputs of matmuls, of which "float8" are those multiplied in float8, and
+    what is no matmul's input under names of the family's own. See `remat.kept_bytes`. matmul_flops: FLOPs per
+    token of those with a name that are matmuls, which a policy may have computed again. metrics: those that
+    `apply` gives. scopes: name scopes of its own, which the profiler is to tell apart. exchanges: {name scope
+    whose all-to-alls are meant: logical axis that is split where there are any}. advance: moves weights that
+    do not train by what the layer counted, its metrics of `layers`: once a step, behind the optimizer's
+    update and only where that is made. Without a gradient there is no clipping and no weight decay. It is
+    given all of the layer's params, and returns them with those replaced. mixture: of experts, if it has one.
     """
 
     name: str
