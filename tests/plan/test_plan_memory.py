@@ -380,8 +380,8 @@ def test_the_arithmetic_of_other_families_is_near_their_compile(name, settings, 
 @cuda
 @pytest.mark.parametrize("policy", ["full", "projections"])
 def test_a_loop_over_a_pattern_goes_back_through_one_block_at_a_time(policy):
-    """When operands of weights' gradients of all three blocks waited for the body's end, and slices of all that
-    these keep were cut at its begin, the two policies took 1.6 and 1.3 times as much."""
+    """When operands of weights' gradients of all three blocks waited for the body's end, and slices of all
+    that these keep were cut at its begin, the two policies took 1.6 and 1.3 times as much."""
     config = of_family("gemma3_1b", f"{policy} scan model.layers=6 model.global_every=3")
     plan = memory.resident(config, aot.TARGETS["h200"], segments=8)
     estimated, _ = memory_estimate.estimate(config, segments=8)
