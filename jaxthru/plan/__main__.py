@@ -125,14 +125,14 @@ def _best(config, target, devices, segments, known, room) -> int:
     every, found = all_candidates(config, room, devices, known), {}
 
     def confirm(candidate: Candidate) -> tuple[Candidate, MemoryPlan] | None:
-        found[id(candidate)] = memory.confirm(config, candidate, target, room, devices, segments)
-        return found[id(candidate)]
+        found[candidate.config] = memory.confirm(config, candidate, target, room, devices, segments)
+        return found[candidate.config]
 
     fits = fastest(likeliest(every, room), confirm)
     rows = []
     for candidate in every:
-        if id(candidate) in found:
-            confirmed, plan = found[id(candidate)] or (candidate, None)
+        if candidate.config in found:
+            confirmed, plan = found[candidate.config] or (candidate, None)
             rows.append((confirmed, plan, plan is not None))
         else:
             rows.append((candidate, None, False if too_large(candidate, room) else None))

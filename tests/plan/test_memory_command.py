@@ -9,6 +9,8 @@ from runs import ROOT
 from jaxthru import config as configuration
 from jaxthru.build import choices
 from jaxthru.build.defaults import replaced
+from jaxthru.build.memory_estimate import Room, estimate
+from jaxthru.plan import memory
 from jaxthru.plan.__main__ import main
 from jaxthru.runtime import aot
 
@@ -39,6 +41,19 @@ def test_a_model_that_fits_nowhere_is_told_what_it_lacks(settings, capsys):
     said = capsys.readouterr().out.splitlines()
     assert "nothing fits with optim.state = 'float32'; at the least it needs " in said[-1]
     assert any(" scan " in line and line.endswith("no  ") for line in said) == (settings == ("--best",))
+
+
+@pytest.mark.parametrize(("over", "fits"), [(1.05, "yes"), (1.15, "no")])
+def test_what_arithmetic_alone_finds_too_large_is_compiled_for_the_table(over, fits, monkeypatch, capsys):
+    settings = "model.loop=scan", "offload.level=none", "model.layers=4"
+    path = ROOT / "configs" / "qwen3_0_6b.py"
+    size = estimate(configuration.load(path, [*settings, "remat.policy=full"]), segments=8)[0].peak_device
+    monkeypatch.setattr(memory, "room", lambda *_: Room(round(size / over), 0))
+    monkeypatch.setattr(memory, "confirm", lambda _, candidate, *rest: (candidate, candidate.plan))
+    command = ["memory", "--best", "--config", str(path), "--segments", "8"]
+    assert main([*command, *(word for each in settings for word in ("--set", each))]) == (fits == "no")
+    (row,) = (line.split() for line in capsys.readouterr().out.splitlines() if " full " in line)
+    assert row[-1] == fits
 
 
 def test_without_the_plugin_an_estimate_is_printed_and_said_to_be_one(monkeypatch, capsys):
