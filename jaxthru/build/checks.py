@@ -1,8 +1,9 @@
 """Checks that a configuration fits these devices, before data is prepared or a device works."""
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 
@@ -156,12 +157,9 @@ def check_kernels(config: RunConfig, layout: Layout) -> None:
     traced."""
     config = plain(dataclasses.replace(config, offload=OffloadConfig()))  # one program, which takes them all
     of_data = {"segments": 1, "sources": 1, "attention": attention_by(config)}
-    try:
-        with dispatch.assumed(layout.mesh.devices.flat[0].platform):
-            made = assemble(replaced(config, {"model.loop": "scan"}), layout, **of_data)
-            made.jitted.trace(made.abstract, made.batch)
-    except Unsupported as refusal:
-        raise InputError(f"{setting_behind(config, refusal)}: {refusal}") from refusal
+    with refusals_named(config), dispatch.assumed(layout.mesh.devices.flat[0].platform):
+        made = assemble(replaced(config, {"model.loop": "scan"}), layout, **of_data)
+        made.jitted.trace(made.abstract, made.batch)
 
 
 def attention_by(config: RunConfig, platform: str | None = None) -> str:
@@ -173,6 +171,16 @@ def attention_by(config: RunConfig, platform: str | None = None) -> str:
     chosen = config.kernels.attention
     repeatable = config.train.deterministic and (platform or jax.default_backend()) == "gpu"
     return "triton" if chosen == "auto" and repeatable else chosen
+
+
+@contextlib.contextmanager
+def refusals_named(config: RunConfig) -> Iterator[None]:
+    """Raises InputError, with the setting behind it, for an implementation that cannot run what is made
+    within."""
+    try:
+        yield
+    except Unsupported as refusal:
+        raise InputError(f"{setting_behind(config, refusal)}: {refusal}") from refusal
 
 
 def setting_behind(config: RunConfig, refusal: Unsupported) -> str:

@@ -18,7 +18,7 @@ from jaxthru.build.checks import (
     check_objective,
     check_vocabulary,
     offloaded,
-    setting_behind,
+    refusals_named,
     validate,
 )
 from jaxthru.build.choices import Choice, Search
@@ -51,7 +51,6 @@ from jaxthru.training.self_check import agree_on_attention
 from jaxthru.training.state import FirstState, state_of_weights, with_base, without_base
 from jaxthru.training.step_timer import StepTimer
 from pallas_kernels import dispatch
-from pallas_kernels.dispatch import Unsupported
 
 log = logging.getLogger("jaxthru")
 
@@ -232,11 +231,8 @@ def compile_step(
             samples_of(candidate.config, made.step.objective.model, data)  # refuses prompts before the work
             announce(made.step.model.parameters, layout, candidate.said if room else "")
             beside.start(made)
-            try:
-                with dispatch.noted() as kernels:
-                    found = anew(confirmed.compile_candidate)(config, candidate, made, options(made), room)
-            except Unsupported as refusal:
-                raise InputError(f"{setting_behind(config, refusal)}: {refusal}") from refusal
+            with refusals_named(config), dispatch.noted() as kernels:
+                found = anew(confirmed.compile_candidate)(config, candidate, made, options(made), room)
             if found.compiled is None:
                 log.info("%s", found.reason)
                 return None

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxthru import config as configuration
 from jaxthru.build.adapted_weights import merged_weights, without_adapters
-from jaxthru.build.checks import attention_by, check_vocabulary, setting_behind, validate
+from jaxthru.build.checks import attention_by, check_vocabulary, refusals_named, validate
 from jaxthru.build.step import bound
 from jaxthru.config import DataConfig, MeshConfig, OffloadConfig, RematConfig, RunConfig
 from jaxthru.data.store.tokenizer import Tokenizer
@@ -36,7 +36,6 @@ from jaxthru.runtime.sharding import Layout
 from jaxthru.training import layout as on_disk
 from jaxthru.training.run_directory import RunDirectory
 from jaxthru.training.saved import SavedParameters, abstract_parameters
-from pallas_kernels.dispatch import Unsupported
 
 log = logging.getLogger("jaxthru")
 Tree = Any
@@ -158,11 +157,8 @@ class LanguageModel:
         """Multiplies float32 in float32, where GPUs and TPUs by themselves take fewer bits. Raises InputError
         for a kernel that was asked for and cannot run."""
         exact = self.config.precision.compute == "float32"
-        try:
-            with jax.default_matmul_precision("highest" if exact else None):
-                yield
-        except Unsupported as refusal:
-            raise InputError(f"{setting_behind(self.config, refusal)}: {refusal}") from refusal
+        with refusals_named(self.config), jax.default_matmul_precision("highest" if exact else None):
+            yield
 
     @property
     def stop(self) -> tuple[int, ...]:

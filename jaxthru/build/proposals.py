@@ -11,13 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from jaxthru.build.defaults import float8_setting, get, replaced
-from jaxthru.build.least_offload import (
-    LEVELS,
-    Planned,
-    by_arithmetic,
-    levels_with_room,
-    with_least_offload,
-)
+from jaxthru.build.least_offload import LEVELS, Planned, by_arithmetic, levels_with_room, with_least_offload
 from jaxthru.build.memory_estimate import MemoryPlan, Room
 from jaxthru.build.step import needed_flops
 from jaxthru.build.transfers_choice import ways
@@ -86,8 +80,8 @@ def candidates(
 def all_candidates(config: RunConfig, room: Room, devices: int = 1, segments: int = 1) -> list[Candidate]:
     """Returns what a configuration's `auto` may stand for on GPUs, the fastest first; of those that are one
     program also what does not fit."""
-    levels = dict.fromkeys((*LEVELS[:1], *levels_with_room(config, room, devices)))
-    return [*_by_speed(config, room, devices, segments, True, tuple(levels))]
+    levels = *LEVELS[:1], *levels_with_room(config, room, devices)
+    return [*_by_speed(config, room, devices, segments, True, levels)]
 
 
 def likeliest(found: Iterable[Candidate], room: Room) -> Iterator[Candidate]:

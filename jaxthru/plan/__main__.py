@@ -13,7 +13,7 @@ import rich.table
 
 from jaxthru import config as configuration
 from jaxthru.build import attention_choice, choices, early_choices
-from jaxthru.build.checks import setting_behind, validate
+from jaxthru.build.checks import refusals_named, validate
 from jaxthru.build.confirmed import fastest
 from jaxthru.build.defaults import get
 from jaxthru.build.least_offload import propose
@@ -24,9 +24,8 @@ from jaxthru.data.loading.dataset import open_data
 from jaxthru.plan import cost_command, goodput_command, limits_command, memory, network_command
 from jaxthru.plan.data import forecast
 from jaxthru.runtime import aot, command_line, xla
-from jaxthru.runtime.errors import InputError, exit_code, require
+from jaxthru.runtime.errors import exit_code, require
 from jaxthru.training.run_directory import RunDirectory
-from pallas_kernels.dispatch import Unsupported
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m jaxthru.plan") -> int:
@@ -151,12 +150,10 @@ def _plan(config, target, devices, segments) -> tuple[MemoryPlan, MemoryPlan | N
     if not aot.available():
         segments = segments or choices.documents(config)[0]
         return estimate(config, devices=devices, segments=segments)[0], None
-    try:
+    with refusals_named(config):
         if config.offload.layered:
             return memory.dispatched(config, target, devices, segments), None
         plan = memory.resident(config, target, devices, segments)
-    except Unsupported as refusal:
-        raise InputError(f"{setting_behind(config, refusal)}: {refusal}") from refusal
     return plan, plan
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from jaxthru.build import attention_choice, early_choices, transfers_choice
-from jaxthru.build.checks import check_sizes, offloaded, setting_behind, validate
+from jaxthru.build.checks import check_sizes, offloaded, refusals_named, validate
 from jaxthru.build.choices import Documents, documents
 from jaxthru.build.defaults import AUTO, get, plain
 from jaxthru.build.memory_estimate import layout_of
@@ -29,7 +29,6 @@ from jaxthru.plan.network_traffic import compiled_shape, shape_of
 from jaxthru.runtime import aot, xla
 from jaxthru.runtime.errors import InputError, did_you_mean, require
 from jaxthru.runtime.hardware import data_sheet_flops
-from pallas_kernels.dispatch import Unsupported
 
 TPUS = {"v5e": 0.82e12, "v5p": 2.77e12, "v6e": 1.64e12}
 """TPUs that libtpu describes, a device each chip -> bytes/s of HBM by their data sheets."""
@@ -164,11 +163,10 @@ def _child(request: Request, answers: Connection, work: Callable[[Request], str]
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # of pages that no user can do much with
     with contextlib.closing(answers):
         try:
-            answers.send((True, work(request)))
+            with refusals_named(request.config):
+                answers.send((True, work(request)))
         except InputError as error:
             answers.send((False, str(error)))
-        except Unsupported as refusal:
-            answers.send((False, f"{setting_behind(request.config, refusal)}: {refusal}"))
         except (RuntimeError, NotImplementedError) as error:
             first = str(error).strip().partition("\n")[0]
             answers.send((False, f"the step does not compile for {request.device}: {first}"))
