@@ -1,17 +1,21 @@
 """Expert placement: which device has which experts, so that all are given about as many tokens.
 
-A layer waits for its busiest device. So the experts of each layer change places, by how many tokens each was
-given in a step: their matrices with all that the optimizer keeps of them, and the router's columns with them.
-The model computes the same, up to rounding: sums over all experts, as a softmax has, are made in another
-order, and of equal scores that of the first expert counts.
+A layer waits for its busiest device. So experts of each layer change places in pairs, by how many tokens each
+was given in a step: their matrices with all that the optimizer keeps of them, and the router's columns with
+them. The model computes the same, up to rounding: sums over all experts, as a softmax has, are made in
+another order, and of equal scores that of the first expert counts.
 
-Shapes: L layers of experts, E experts of each.
+Few pairs are enough, and only they move. What that takes decides how often it is worth it, and a router that
+was just initialised favours other experts within tens of steps.
+
+Shapes: L layers of experts, E experts of each, D devices, K experts that each device gives away.
 """
 
 import functools
 import logging
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +28,17 @@ from jaxthru.engine.offload import move, on_device
 from jaxthru.engine.step import State, counters_of, slots_by_stage, state_of
 from jaxthru.models.router import TOKENS
 from jaxthru.models.stage import Mixture
+from jaxthru.runtime.sharding import Axes
 from jaxthru.runtime.weights import WeightInfo
 
 Tree = Any
 log = logging.getLogger("jaxthru")
 
-FIRST = 1, 10, 100
-"""Steps after which experts are placed first: a router that was just initialised moves fast."""
 WORTH = 0.01
 """By how much the busiest devices must have less work, as a share of the mean, for experts to move."""
+EVEN = 0.002
+"""A device with no more above the mean than this share of it is not relieved: from step to step tokens differ
+by more."""
 COUNTS_EXPERTS = "experts", "routed"
 
 
@@ -49,11 +55,13 @@ class ExpertPlacement:
         may = self.devices > 1 and mixture.experts // mixture.together % self.devices == 0
         self.every = every if may else 0
         how = {"static_argnums": (2, 3), "donate_argnums": 0, "compiler_options": model.compiler_options()}
-        self._reorder = jax.jit(_reordered, **how)
+        self._reordered = jax.jit(_reordered, **how)
 
     def due(self, step: int) -> bool:
-        """Says whether to look at the load after this step."""
-        return self.every > 0 and (step in FIRST or step % self.every == 0)
+        """Says whether to look at the load after this step. The first looks are closer together: four each
+        time that the steps double, from 8 steps on."""
+        closer = 2 ** max(step.bit_length() - 3, 0)
+        return self.every > 0 and step % min(self.every, closer) == 0
 
     def __call__(self, state: State, metrics: Mapping[str, jax.Array]) -> State:
         """Returns the state with its experts placed anew, or as it is where that is not worth it, or its
@@ -63,61 +71,70 @@ class ExpertPlacement:
         """
         step, skipped, counts = jax.device_get([state["step"], metrics["skipped_in_a_row"], metrics[TOKENS]])
         counts_LE = counts.astype(np.int64)
-        order_LE = np.array([dealt(counts_E, self.devices, self.together) for counts_E in counts_LE])
+        order_LE = np.array([evened(counts_E, self.devices, self.together) for counts_E in counts_LE])
         before = busiest(counts_LE, self.devices)
         after = busiest(np.take_along_axis(counts_LE, order_LE, axis=1), self.devices)
         if skipped or before - after < WORTH:  # of what is not finite, no router's choice means anything
             return state
+        begun = time.monotonic()
+        state = jax.block_until_ready(self.placed(state, order_LE))
+        moved, took = np.count_nonzero(order_LE != np.arange(order_LE.shape[1])), time.monotonic() - begun
         said = "step %d: experts placed anew: the busiest of %d devices has %.3f times the mean of tokens, "
-        log.info(said + "for %.3f", step, self.devices, after, before)
-        return self.placed(state, order_LE)
+        said += "for %.3f; %d experts of %d layers moved in %.2f s"
+        log.info(said, step, self.devices, after, before, moved, len(order_LE), took)
+        return state
 
     def placed(self, state: State, order_LE: np.ndarray) -> State:
         """Returns the state in which expert e of a layer is the one that was at order_LE[layer, e]."""
         weights, slots = split_stages(state["params"]), slots_by_stage(state)
-        infos = split_stages(self.model.weights)
+        infos, exchange = split_stages(self.model.weights), Exchange.of(order_LE, self.devices)
         for at, (_, rows) in enumerate(rows_by_stage(self.model)):
-            if TOKENS in rows:
-                one = functools.partial(self._of_weight, order_LE[rows[TOKENS]].astype(np.int32))
+            own = np.atleast_1d(rows.get(TOKENS, np.array([], int)))
+            if (order_LE[own] != np.arange(order_LE.shape[1])).any():
+                one = functools.partial(self._of_weight, Exchange(*(each[own] for each in exchange)))
                 weights[at] = jax.tree.map(one, infos[at], weights[at])
                 slots[at] = {name: jax.tree.map(one, infos[at], tree) for name, tree in slots[at].items()}
         return state_of(weights, slots, counters_of(state), state["params"])
 
-    def _of_weight(self, order: np.ndarray, info: WeightInfo, tree: Tree) -> Tree:
-        """Returns a weight, or what the optimizer keeps of one, with its experts in this order, where it
-        was."""
-        dims = [dim for dim, axis in enumerate(info.axes) if axis in COUNTS_EXPERTS]
+    def _of_weight(self, exchange: "Exchange", info: WeightInfo, tree: Tree) -> Tree:
+        """Returns a weight, or what the optimizer keeps of one, with its experts exchanged, where it was."""
+        if not {*info.axes} & {*COUNTS_EXPERTS}:
+            return tree
 
         def placed(leaf: jax.Array) -> jax.Array:
             home = leaf.sharding
             near = move(leaf, on_device(leaf), donate=True)
-            back = move(self._reorder(near, order, dims[0], near.sharding), home, donate=True)
-            # One array at a time: dispatched ahead, all of host memory's would be on the device at once.
-            return jax.block_until_ready(back)
+            back = move(self._reordered(near, exchange, info.axes, near.sharding), home, donate=True)
+            if home != near.sharding:  # dispatched ahead, all of host memory's would be on the device at once
+                jax.block_until_ready(back)
+            return back
 
-        return jax.tree.map(placed, tree) if dims else tree
+        return jax.tree.map(placed, tree)
 
 
-def dealt(counts_E: np.ndarray, devices: int, together: int = 1) -> np.ndarray:
-    """Returns the order [E] in which the experts of a layer are dealt to devices, each of which has equally
-    many of them one behind the other: the busiest first, each to the device that has been given least. Where
-    no device has less to do then, they stay.
+def evened(counts_E: np.ndarray, devices: int, together: int = 1) -> np.ndarray:
+    """Returns the order [E] of a layer's experts after which devices, each of which has equally many of them
+    one behind the other, have about as many tokens: of the busiest device's and another's those two change
+    places that leave the busier of both least, until no two help.
 
-    together: so many experts that lie side by side, and stay so, are dealt as one.
-    Source: longest processing time first, Graham 1969.
+    together: so many experts that lie side by side, and stay so, change places as one.
     """
-    counts_U = counts_E.reshape(-1, together).sum(axis=-1)
-    room = len(counts_U) // devices
-    hands: list[list[int]] = [[] for _ in range(devices)]
-    given = np.zeros(devices, np.int64)
-    for unit in np.argsort(-counts_U, kind="stable"):
-        to = min((at for at in range(devices) if len(hands[at]) < room), key=given.__getitem__)
-        hands[to].append(int(unit))
-        given[to] += counts_U[unit]
-    if given.max() >= counts_U.reshape(devices, room).sum(axis=-1).max():
-        return np.arange(len(counts_E))
-    order_U = np.concatenate([sorted(hand) for hand in hands])
-    return (order_U[:, None] * together + np.arange(together)).reshape(-1)
+    held_DU = counts_E.reshape(devices, -1, together).sum(axis=-1)
+    order_DU = np.arange(held_DU.size).reshape(held_DU.shape)
+    for _ in range(held_DU.size):
+        given_D = held_DU.sum(axis=1)
+        at = int(given_D.argmax())
+        if given_D[at] <= (1 + EVEN) * given_D.mean():
+            break
+        more_UDU = held_DU[at][:, None, None] - held_DU
+        left_UDU = np.maximum(given_D[at] - more_UDU, given_D[:, None] + more_UDU)
+        left_UDU[:, at] = given_D[at]
+        mine, to, other = np.unravel_index(left_UDU.argmin(), left_UDU.shape)
+        if left_UDU[mine, to, other] == given_D[at]:
+            break
+        for of_units in (held_DU, order_DU):
+            of_units[at, mine], of_units[to, other] = of_units[to, other], of_units[at, mine]
+    return (order_DU.reshape(-1, 1) * together + np.arange(together)).reshape(-1)
 
 
 def busiest(counts_LE: np.ndarray, devices: int) -> float:
@@ -127,26 +144,62 @@ def busiest(counts_LE: np.ndarray, devices: int) -> float:
     return float(np.mean(of_device.max(axis=1) / np.maximum(of_device.mean(axis=1), 1)))
 
 
-def _reordered(x: jax.Array, order: jax.Array, dim: int, sharding: NamedSharding) -> jax.Array:
-    """Returns x with what is along a dim in this order, [E], or in one for each of its layers, [L, E].
+class Exchange(NamedTuple):
+    """How experts come into an order, of each layer: what each device gives away, and what it takes for it.
 
-    One layer at a time is whole along that dim on each device.
+    order_LE: where each was before. place_LDK: which of a device's experts it gives away, each replaced by
+    what it takes; past its last one where they are fewer than K. source_LDK: which of all that are given,
+    [D * K], it takes.
     """
 
-    def of_shard(x: jax.Array, order: jax.Array) -> jax.Array:
-        if order.ndim == 1:
-            return taken(x, order, dim)
-        one = lambda at, x: x.at[at].set(taken(x[at], order[at], dim - 1))  # noqa: E731
-        return jax.lax.fori_loop(0, len(order), one, x)
+    order_LE: np.ndarray
+    place_LDK: np.ndarray
+    source_LDK: np.ndarray
 
-    def taken(x: jax.Array, order_E: jax.Array, along: int) -> jax.Array:
-        own = x.shape[along]
-        if own < len(order_E):
-            axis = sharding.spec[dim]
-            order_E = jax.lax.dynamic_slice_in_dim(order_E, jax.lax.axis_index(axis) * own, own)
-            x = jax.lax.all_gather(x, axis, axis=along, tiled=True)
-        return jnp.take(x, order_E, axis=along)
+    @classmethod
+    def of(cls, order_LE: np.ndarray, devices: int) -> "Exchange":
+        """K is 4, 8, 16 and so on, or all of a device's, so that few programs do for all orders."""
+        order_LDE = order_LE.reshape(len(order_LE), devices, -1)
+        own = order_LDE.shape[2]
+        moves_LDE = order_LDE != np.arange(devices * own).reshape(devices, own)
+        most = min(own, max(4, 1 << (int(moves_LDE.sum(axis=2).max()) - 1).bit_length()))
+        place_LDK = np.tile(own + np.arange(most), (len(order_LE), devices, 1))
+        source_LDK = np.zeros_like(place_LDK)
+        for layer in range(len(order_LE)):
+            given_E = np.zeros(devices * own, int)  # of each expert which of all that are given it is
+            places = [np.flatnonzero(moves_E) for moves_E in moves_LDE[layer]]
+            for device, at in enumerate(places):
+                place_LDK[layer, device, : len(at)] = at
+                given_E[device * own + at] = device * most + np.arange(len(at))
+            for device, at in enumerate(places):
+                source_LDK[layer, device, : len(at)] = given_E[order_LDE[layer, device, at]]
+        return cls(order_LE.astype(np.int32), place_LDK.astype(np.int32), source_LDK.astype(np.int32))
+
+
+def _reordered(x: jax.Array, exchange: Exchange, axes: Axes, sharding: NamedSharding) -> jax.Array:
+    """Returns x with its experts in that order. axes: of its dims, the first "layers" where it has L of
+    them."""
+    (dim,) = (dim for dim, axis in enumerate(axes) if axis in COUNTS_EXPERTS)
+    experts = x.shape[dim]
+
+    def of_shard(x: jax.Array, exchange: Exchange) -> jax.Array:
+        layer = lambda at: Exchange(*(each[at] for each in exchange))  # noqa: E731
+        if axes[0] != "layers":
+            return of_layer(x, layer(0), dim)
+        one = lambda at, x: x.at[at].set(of_layer(x[at], layer(at), dim - 1))  # noqa: E731
+        return jax.lax.fori_loop(0, len(exchange.order_LE), one, x)
+
+    def of_layer(x: jax.Array, of: Exchange, along: int) -> jax.Array:
+        if x.shape[along] == experts:
+            return jnp.take(x, of.order_LE, axis=along)
+        axis = sharding.spec[dim]
+        place_K, source_K = (each[jax.lax.axis_index(axis)] for each in (of.place_LDK, of.source_LDK))
+        given = jnp.take(x, place_K, axis=along, mode="clip")
+        given = jax.lax.all_gather(given, axis, axis=along, tiled=True)
+        at = x.at[(*[slice(None)] * along, place_K)]
+        taken = jnp.take(given, source_K, axis=along)
+        return at.set(taken, mode="drop", indices_are_sorted=True, unique_indices=True)
 
     specs = sharding.spec, PartitionSpec()
     sharded = jax.shard_map(of_shard, mesh=sharding.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
-    return sharded(x, order)
+    return sharded(x, exchange)

@@ -31,8 +31,8 @@ class MeshConfig:
     next one is on its way. Fewer parts have more rows for each expert's product. None is 1 for
     mesh.expert = 2 with mesh.tensor = 1, where that was measured to be faster, else 2.
     place_experts_every: steps between two looks at how many tokens the experts of each device are given;
-    where devices differ, experts change places (`engine.expert_placement`). The first looks are after steps
-    1, 10 and 100; 0 is never.
+    where devices differ, experts change places (`engine.expert_placement`). The first looks are closer
+    together, four each time that the steps double; 0 is never.
     transfers: `collectives` move parameters and their gradients over `fsdp`, or `copies`, which GPUs of one
     process make with their copy engines (`runtime.copies`), as they then do for tokens of experts and for
     `ring`. `auto` takes copies where they were measured to be as fast or faster, and fit
@@ -44,7 +44,7 @@ class MeshConfig:
     tensor: int = 1
     expert: int = 1
     expert_chunks: int | None = None
-    place_experts_every: int = 1000
+    place_experts_every: int = 100
     transfers: Literal["auto", "collectives", "copies"] = "auto"
 
     def __post_init__(self):

@@ -13,6 +13,7 @@ fit the device, by arithmetic and then as compiled; the line says so if not.
 import argparse
 import copy
 import itertools
+import logging
 import statistics
 import sys
 from collections.abc import Iterator
@@ -69,9 +70,24 @@ def card_bytes() -> int | None:
     return int(told.splitlines()[0]) * 2**20 if told else None
 
 
+class Placements(logging.Handler):
+    """What is logged of experts that change places."""
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        logging.getLogger("jaxthru").setLevel(logging.INFO)
+        logging.getLogger("jaxthru").addHandler(self)
+
+    def emit(self, record):
+        if "experts placed anew" in (said := record.getMessage()):
+            self.lines.append(said)
+
+
 def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespace) -> dict:
     """Returns what the steps took and did."""
     state, placement, step = built.first_state(), built.expert_placement(), 0
+    placements = Placements()
 
     def dispatch():
         nonlocal state, step
@@ -108,6 +124,8 @@ def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespac
         "peak_hbm_bytes": hardware.peak_bytes(),
         "card_bytes": card_bytes(),
     }
+    if placements.lines:
+        line["expert_placements"] = placements.lines
     if arguments.steps:
         line["losses"] = [float(step["loss"]) for step in values]
     return line
