@@ -14,7 +14,7 @@ Shapes: L layers of experts, E experts of each, D devices, K experts that each d
 import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,6 @@ from jaxthru.engine.step import State, counters_of, slots_by_stage, state_of
 from jaxthru.models.router import TOKENS
 from jaxthru.models.stage import Mixture
 from jaxthru.runtime.sharding import Axes
-from jaxthru.runtime.weights import WeightInfo
 
 Tree = Any
 log = logging.getLogger("jaxthru")
@@ -40,6 +39,8 @@ EVEN = 0.002
 """A device with no more above the mean than this share of it is not relieved: from step to step tokens differ
 by more."""
 COUNTS_EXPERTS = "experts", "routed"
+Layouts = tuple[tuple[Axes, NamedSharding], ...]
+"""The axes and the sharding of each of some arrays."""
 
 
 class ExpertPlacement:
@@ -54,14 +55,20 @@ class ExpertPlacement:
         self.together = mixture.together
         may = self.devices > 1 and mixture.experts // mixture.together % self.devices == 0
         self.every = every if may else 0
-        how = {"static_argnums": (2, 3), "donate_argnums": 0, "compiler_options": model.compiler_options()}
-        self._reordered = jax.jit(_reordered, **how)
+
+        @functools.cache
+        def reorder(layouts: Layouts) -> Callable[..., list[jax.Array]]:
+            how = {"donate_argnums": 0, "compiler_options": model.compiler_options()}
+            homes = [sharding for _, sharding in layouts]
+            return jax.jit(functools.partial(_reordered, layouts), out_shardings=homes, **how)
+
+        self._reorder = reorder
 
     def due(self, step: int) -> bool:
-        """Says whether to look at the load after this step. The first looks are closer together: four each
-        time that the steps double, from 8 steps on."""
-        closer = 2 ** max(step.bit_length() - 3, 0)
-        return self.every > 0 and step % min(self.every, closer) == 0
+        """Says whether to look at the load after this step. The first looks are closer together: after the
+        first step, every 8 steps, and from 64 steps on four times each time that the steps double."""
+        closer = max(8, 2 ** (step.bit_length() - 3))
+        return self.every > 0 and (step == 1 or step % min(self.every, closer) == 0)
 
     def __call__(self, state: State, metrics: Mapping[str, jax.Array]) -> State:
         """Returns the state with its experts placed anew, or as it is where that is not worth it, or its
@@ -91,25 +98,33 @@ class ExpertPlacement:
         for at, (_, rows) in enumerate(rows_by_stage(self.model)):
             own = np.atleast_1d(rows.get(TOKENS, np.array([], int)))
             if (order_LE[own] != np.arange(order_LE.shape[1])).any():
-                one = functools.partial(self._of_weight, Exchange(*(each[own] for each in exchange)))
-                weights[at] = jax.tree.map(one, infos[at], weights[at])
-                slots[at] = {name: jax.tree.map(one, infos[at], tree) for name, tree in slots[at].items()}
+                trees = [weights[at], *slots[at].values()]
+                of_layers = Exchange(*(each[own] for each in exchange))
+                weights[at], *kept = self._of_stage(of_layers, infos[at], trees)
+                slots[at] = dict(zip(slots[at], kept, strict=True))
         return state_of(weights, slots, counters_of(state), state["params"])
 
-    def _of_weight(self, exchange: "Exchange", info: WeightInfo, tree: Tree) -> Tree:
-        """Returns a weight, or what the optimizer keeps of one, with its experts exchanged, where it was."""
-        if not {*info.axes} & {*COUNTS_EXPERTS}:
-            return tree
-
-        def placed(leaf: jax.Array) -> jax.Array:
-            home = leaf.sharding
-            near = move(leaf, on_device(leaf), donate=True)
-            back = move(self._reordered(near, exchange, info.axes, near.sharding), home, donate=True)
-            if home != near.sharding:  # dispatched ahead, all of host memory's would be on the device at once
-                jax.block_until_ready(back)
-            return back
-
-        return jax.tree.map(placed, tree)
+    def _of_stage(self, exchange: "Exchange", infos: Tree, trees: list[Tree]) -> list[Tree]:
+        """Returns a stage's weights, and what the optimizer keeps of them, with experts exchanged, each array
+        where it was. trees: of infos each."""
+        infos, of_infos = jax.tree.flatten(infos)
+        leaves, structure = jax.tree.flatten(trees)
+        columns = [zip(infos, of_infos.flatten_up_to(tree), strict=True) for tree in trees]
+        axes = [info.axes for column in columns for info, tree in column for _ in jax.tree.leaves(tree)]
+        which = [i for i in range(len(leaves)) if {*axes[i]} & {*COUNTS_EXPERTS}]
+        near = [i for i in which if leaves[i].sharding == on_device(leaves[i])]
+        # Together they are dispatched once; of those in host memory not all may fit the device at once.
+        for group in (near, *([i] for i in which if i not in near)):
+            arrays = [leaves[i] for i in group]
+            homes = [array.sharding for array in arrays]
+            arrays = move(arrays, on_device(arrays), donate=True)
+            layouts = tuple((axes[i], array.sharding) for i, array in zip(group, arrays, strict=True))
+            arrays = move(self._reorder(layouts)(arrays, exchange), homes, donate=True)
+            if group is not near:
+                jax.block_until_ready(arrays)
+            for i, array in zip(group, arrays, strict=True):
+                leaves[i] = array
+        return jax.tree.unflatten(structure, leaves)
 
 
 def evened(counts_E: np.ndarray, devices: int, together: int = 1) -> np.ndarray:
@@ -176,9 +191,13 @@ class Exchange(NamedTuple):
         return cls(order_LE.astype(np.int32), place_LDK.astype(np.int32), source_LDK.astype(np.int32))
 
 
-def _reordered(x: jax.Array, exchange: Exchange, axes: Axes, sharding: NamedSharding) -> jax.Array:
-    """Returns x with its experts in that order. axes: of its dims, the first "layers" where it has L of
-    them."""
+def _reordered(layouts: Layouts, arrays: list[jax.Array], exchange: Exchange) -> list[jax.Array]:
+    """Returns arrays with their experts in that order."""
+    return [_in_order(x, exchange, *layout) for x, layout in zip(arrays, layouts, strict=True)]
+
+
+def _in_order(x: jax.Array, exchange: Exchange, axes: Axes, sharding: NamedSharding) -> jax.Array:
+    """Returns one of them. axes: of its dims, the first "layers" where it has L of them."""
     (dim,) = (dim for dim, axis in enumerate(axes) if axis in COUNTS_EXPERTS)
     experts = x.shape[dim]
 

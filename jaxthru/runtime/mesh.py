@@ -32,7 +32,7 @@ class MeshConfig:
     mesh.expert = 2 with mesh.tensor = 1, where that was measured to be faster, else 2.
     place_experts_every: steps between two looks at how many tokens the experts of each device are given;
     where devices differ, experts change places (`engine.expert_placement`). The first looks are closer
-    together, four each time that the steps double; 0 is never.
+    together: after step 1, every 8, and from 64 on four times each time that the steps double; 0 is never.
     transfers: `collectives` move parameters and their gradients over `fsdp`, or `copies`, which GPUs of one
     process make with their copy engines (`runtime.copies`), as they then do for tokens of experts and for
     `ring`. `auto` takes copies where they were measured to be as fast or faster, and fit

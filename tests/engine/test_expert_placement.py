@@ -107,8 +107,10 @@ def test_how_busy_the_busiest_is(counts, least):
 def test_when_it_looks():
     due = ExpertPlacement(made((1, 1, 1, 2)).step.model, 1000).due
     looks = [step for step in range(1, 4000) if due(step)]
-    assert looks[:18] == [*range(1, 8), 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48]
+    assert looks[:13] == [1, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128]
     assert [step for step in looks if step >= 1024] == [1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584]
+    often = ExpertPlacement(made((1, 1, 1, 2)).step.model, 3).due
+    assert [step for step in range(1, 100) if often(step)] == [1, *range(3, 100, 3)]
     assert not any(map(ExpertPlacement(made((1, 1, 1, 2)).step.model, 0).due, range(3000)))
     assert not any(map(ExpertPlacement(made((1, 1, 1, 1)).step.model, 1000).due, range(3000)))
 
