@@ -5,10 +5,10 @@ was given in a step: their matrices with all that the optimizer keeps of them, a
 them. The model computes the same, up to rounding: sums over all experts, as a softmax has, are made in
 another order, and of equal scores that of the first expert counts.
 
-Few pairs are enough, and only they move. What that takes decides how often it is worth it, and a router that
-was just initialised favours other experts within tens of steps.
+Few pairs are enough, and what their moves take decides how often they are worth it: a router that was just
+initialised favours other experts within tens of steps.
 
-Shapes: L layers of experts, E experts of each, D devices, K experts that each device gives away.
+Shapes: L layers of experts, E experts of each, D devices, K experts that each device gives the others.
 """
 
 import functools
@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxthru.engine.advance import rows_by_stage
 from jaxthru.engine.model import Model, split_stages
-from jaxthru.engine.offload import move, on_device
+from jaxthru.engine.offload import away_bytes, move, on_device
 from jaxthru.engine.step import State, counters_of, slots_by_stage, state_of
 from jaxthru.models.router import TOKENS
 from jaxthru.models.stage import Mixture
@@ -34,10 +34,13 @@ Tree = Any
 log = logging.getLogger("jaxthru")
 
 WORTH = 0.01
-"""By how much the busiest devices must have less work, as a share of the mean, for experts to move."""
+"""By how much the busiest devices must have less work, as a share of the mean, for experts to move; with
+state in host memory by so much that the steps until the next look save one."""
 EVEN = 0.002
 """A device with no more above the mean than this share of it is not relieved: from step to step tokens differ
 by more."""
+MOST = 8
+"""Experts of a layer that a device gives away at a look. All that moves of a layer is beside it at once."""
 COUNTS_EXPERTS = "experts", "routed"
 Layouts = tuple[tuple[Axes, NamedSharding], ...]
 """The axes and the sharding of each of some arrays."""
@@ -65,10 +68,13 @@ class ExpertPlacement:
         self._reorder = reorder
 
     def due(self, step: int) -> bool:
-        """Says whether to look at the load after this step. The first looks are closer together: after the
-        first step, every 8 steps, and from 64 steps on four times each time that the steps double."""
-        closer = max(8, 2 ** (step.bit_length() - 3))
-        return self.every > 0 and (step == 1 or step % min(self.every, closer) == 0)
+        """Says whether to look at the load after this step."""
+        return self.every > 0 and (step == 1 or step % self.until_next(step) == 0)
+
+    def until_next(self, step: int) -> int:
+        """Returns the steps between looks. The first ones are closer together: after the first step, every 8
+        steps, and from 64 steps on four times each time that the steps double."""
+        return min(self.every, max(8, 2 ** (step.bit_length() - 3)))
 
     def __call__(self, state: State, metrics: Mapping[str, jax.Array]) -> State:
         """Returns the state with its experts placed anew, or as it is where that is not worth it, or its
@@ -81,7 +87,9 @@ class ExpertPlacement:
         order_LE = np.array([evened(counts_E, self.devices, self.together) for counts_E in counts_LE])
         before = busiest(counts_LE, self.devices)
         after = busiest(np.take_along_axis(counts_LE, order_LE, axis=1), self.devices)
-        if skipped or before - after < WORTH:  # of what is not finite, no router's choice means anything
+        # To and from host memory a stage's arrays go whole, which takes about a step.
+        worth = max(WORTH, 1 / self.until_next(int(step)) if away_bytes(state) else 0)
+        if skipped or before - after < worth:  # of what is not finite, no router's choice means anything
             return state
         begun = time.monotonic()
         state = jax.block_until_ready(self.placed(state, order_LE))
@@ -94,19 +102,19 @@ class ExpertPlacement:
     def placed(self, state: State, order_LE: np.ndarray) -> State:
         """Returns the state in which expert e of a layer is the one that was at order_LE[layer, e]."""
         weights, slots = split_stages(state["params"]), slots_by_stage(state)
-        infos, exchange = split_stages(self.model.weights), Exchange.of(order_LE, self.devices)
+        infos = split_stages(self.model.weights)
         for at, (_, rows) in enumerate(rows_by_stage(self.model)):
             own = np.atleast_1d(rows.get(TOKENS, np.array([], int)))
             if (order_LE[own] != np.arange(order_LE.shape[1])).any():
                 trees = [weights[at], *slots[at].values()]
-                of_layers = Exchange(*(each[own] for each in exchange))
-                weights[at], *kept = self._of_stage(of_layers, infos[at], trees)
+                exchange = Exchange.of(order_LE[own], self.devices)
+                weights[at], *kept = self._of_stage(exchange, infos[at], trees)
                 slots[at] = dict(zip(slots[at], kept, strict=True))
         return state_of(weights, slots, counters_of(state), state["params"])
 
     def _of_stage(self, exchange: "Exchange", infos: Tree, trees: list[Tree]) -> list[Tree]:
         """Returns a stage's weights, and what the optimizer keeps of them, with experts exchanged, each array
-        where it was. trees: of infos each."""
+        where it was. trees: each in the structure of infos."""
         infos, of_infos = jax.tree.flatten(infos)
         leaves, structure = jax.tree.flatten(trees)
         columns = [zip(infos, of_infos.flatten_up_to(tree), strict=True) for tree in trees]
@@ -114,7 +122,7 @@ class ExpertPlacement:
         which = [i for i in range(len(leaves)) if {*axes[i]} & {*COUNTS_EXPERTS}]
         near = [i for i in which if leaves[i].sharding == on_device(leaves[i])]
         # Together they are dispatched once; of those in host memory not all may fit the device at once.
-        for group in (near, *([i] for i in which if i not in near)):
+        for group in filter(None, (near, *([i] for i in which if i not in near))):
             arrays = [leaves[i] for i in group]
             homes = [array.sharding for array in arrays]
             arrays = move(arrays, on_device(arrays), donate=True)
@@ -130,13 +138,15 @@ class ExpertPlacement:
 def evened(counts_E: np.ndarray, devices: int, together: int = 1) -> np.ndarray:
     """Returns the order [E] of a layer's experts after which devices, each of which has equally many of them
     one behind the other, have about as many tokens: of the busiest device's and another's those two change
-    places that leave the busier of both least, until no two help.
+    places that leave the busier of both least; until no two help, it has hardly more than the mean, or a
+    device has changed `MOST` of its own.
 
     together: so many experts that lie side by side, and stay so, change places as one.
     """
     held_DU = counts_E.reshape(devices, -1, together).sum(axis=-1)
     order_DU = np.arange(held_DU.size).reshape(held_DU.shape)
-    for _ in range(held_DU.size):
+    changes_D = np.zeros(devices, int)
+    while changes_D.max() < MOST:
         given_D = held_DU.sum(axis=1)
         at = int(given_D.argmax())
         if given_D[at] <= (1 + EVEN) * given_D.mean():
@@ -147,6 +157,7 @@ def evened(counts_E: np.ndarray, devices: int, together: int = 1) -> np.ndarray:
         mine, to, other = np.unravel_index(left_UDU.argmin(), left_UDU.shape)
         if left_UDU[mine, to, other] == given_D[at]:
             break
+        changes_D[[at, to]] += 1
         for of_units in (held_DU, order_DU):
             of_units[at, mine], of_units[to, other] = of_units[to, other], of_units[at, mine]
     return (order_DU.reshape(-1, 1) * together + np.arange(together)).reshape(-1)
@@ -173,11 +184,11 @@ class Exchange(NamedTuple):
 
     @classmethod
     def of(cls, order_LE: np.ndarray, devices: int) -> "Exchange":
-        """K is 4, 8, 16 and so on, or all of a device's, so that few programs do for all orders."""
+        """K is MOST where that is enough, or else all of a device's: two programs do for all orders."""
         order_LDE = order_LE.reshape(len(order_LE), devices, -1)
         own = order_LDE.shape[2]
         moves_LDE = order_LDE != np.arange(devices * own).reshape(devices, own)
-        most = min(own, max(4, 1 << (int(moves_LDE.sum(axis=2).max()) - 1).bit_length()))
+        most = MOST if moves_LDE.sum(axis=2).max() <= MOST < own else own
         place_LDK = np.tile(own + np.arange(most), (len(order_LE), devices, 1))
         source_LDK = np.zeros_like(place_LDK)
         for layer in range(len(order_LE)):
