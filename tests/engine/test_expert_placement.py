@@ -193,11 +193,9 @@ def test_where_it_is_not_or_an_update_was_skipped_nothing_moves(found, caplog):
 def check_moved(before: dict, after: dict, order: np.ndarray, least: int) -> None:
     """Checks that of every array of experts, of which there are so many at least, each layer's are in this
     order, [layers, experts], and that all else is as it was."""
-    moved, pairs = (
-        0,
-        (jax.tree_util.tree_flatten_with_path(jax.device_get(tree))[0] for tree in (before, after)),
-    )
-    for (path, one), (_, other) in zip(*pairs, strict=True):
+    trees = [jax.tree_util.tree_flatten_with_path(jax.device_get(tree))[0] for tree in (before, after)]
+    moved = 0
+    for (path, one), (_, other) in zip(*trees, strict=True):
         name = jax.tree_util.keystr(path)
         found = re.search(r"\['layers'\]((?:\[\d\])+)\['mlp'\]\['(?:router|gate_up|down)'\]", name)
         if found and order.shape[1] in one.shape:
@@ -237,7 +235,7 @@ def test_a_pair_of_one_layer_moves_alone_and_any_other_by_the_same_programs(loop
         check_moved(before, state, order, least=8)
 
 
-@pytest.mark.parametrize("level", ["optimizer", "parameters"])
+@pytest.mark.parametrize("level", ["optimizer", pytest.param("parameters", marks=pytest.mark.slow)])
 def test_a_state_in_host_memory_stays_there(level):
     check_in_host_memory(level)
 
