@@ -35,11 +35,6 @@ def validate(
     """
     shape, kernels = config.model, config.kernels
     layout = Layout(make_mesh(config.mesh, devices))
-    require(
-        not (config.lora.on and config.lora.base == "int8" and config.precision.float8),
-        "lora.base = 'int8': is multiplied in precision.compute, and precision.matmul is "
-        f"{config.precision.matmul!r}; choose lora.base = 'fp8', or precision.matmul = 'compute'",
-    )
     chain_of(config)  # refuses adapters that it has no place for
     check_sizes(config, layout)
     device = layout.mesh.devices.flat[0]
@@ -51,8 +46,8 @@ def validate(
         "process over sums in it; choose 'float32'",
     )
     if setting := float8_setting(config):
-        check_float8(device, setting)
         check_float8_settings(config, layout)
+        check_float8(device, setting)
     if left := left_wide(config):
         log.info("%s", left)
     require(
@@ -221,6 +216,11 @@ def check_float8(device: jax.Device, setting: str = FLOAT8) -> None:
 
 def check_float8_settings(config: RunConfig, layout: Layout) -> None:
     """Raises InputError, naming the setting, where one of a configuration in float8 rules that out."""
+    require(
+        not (config.lora.on and config.lora.base == "int8" and config.precision.float8),
+        "lora.base = 'int8': is multiplied in precision.compute, and precision.matmul is "
+        f"{config.precision.matmul!r}; choose lora.base = 'fp8', or precision.matmul = 'compute'",
+    )
     which, chosen = f"with {float8_setting(config)}", config.kernels.collective_matmul
     if config.precision.float8_experts:
         asked, product = float8_setting(config), config.kernels.grouped_matmul

@@ -179,11 +179,13 @@ class Sizes:
         at_once = work + workspace if put_off else max(work, attention + workspace)
         if stacked is not None:
             at_once = max([at_once, *(_feed_forward(stage, tokens, stream, item) for stage in dense)])
-        stored = max(jax.tree.leaves(params), key=lambda leaf: leaf.size).dtype  # of a matrix
+        # Of a matrix; those of a quantised base are not stored as the embedding is.
+        largest = (max(jax.tree.leaves(of), key=lambda leaf: leaf.size) for of in (params, params[LAYERS:]))
+        stored = {leaf.dtype.itemsize for leaf in largest}
         # Experts are gathered as they are computed in, also where they are multiplied in float8.
         mixtures = any(stage.mixture for stage in chain.layers)
         product = 1 if ops.float8 and not mixtures else item
-        cast = mesh.shape["fsdp"] > 1 or stored.itemsize != product
+        cast = mesh.shape["fsdp"] > 1 or product not in stored
         gathered = product * sum(all_layers) * mesh.shape["fsdp"] // len(chain.layers) if cast else 0
         in_all = sum(kept)
         if stacked is not None:

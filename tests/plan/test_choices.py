@@ -205,6 +205,10 @@ def test_a_run_keeps_what_it_chose_on_such_devices(tmp_path):
     assert choices.resolve(other, chosen, kept).offload.level == "none"
     away = [dataclasses.replace(each, device="8 × another") for each in kept]
     assert choices.resolve(config, chosen, away).offload.level == "none"
+    # What was chosen beside a level that had been named is no choice of where it is open.
+    beside = [each for each in kept if each.key != "offload.level"]
+    assert choices.resolve(config, chosen, beside).remat.policy == plain(config).remat.policy
+    assert chosen.remat.policy != plain(config).remat.policy
 
 
 def test_a_config_json_of_other_devices_is_open_again(tmp_path):

@@ -95,10 +95,11 @@ def test_the_device_decides(kind, capability, matmul, why):
         ("mesh.transfers=copies", "mesh.transfers = 'copies'"),
         ("kernels.collective_matmul=ring", "kernels.collective_matmul = 'ring'"),
         ("precision.compute=float32", "precision.compute = 'float32'"),
+        ("lora.rank=16 lora.base=int8", "lora.base = 'int8'"),
     ],
 )
 def test_a_setting_that_rules_it_out_is_named(setting, named):
-    config = load("llama3_8b_8layer", "mesh.tensor=2", setting)
+    config = load("llama3_8b_8layer", "mesh.tensor=2", *setting.split())
     matmul, why = settled(config, devices=2)
     assert matmul == "compute" and why.startswith(named) and "\n" not in why
 

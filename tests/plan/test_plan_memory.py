@@ -307,6 +307,7 @@ COMPILED = [
     (8, "remat.policy=none model.layers=8", 56.31),
     (8, "remat.policy=none model.loop=scan", 46.90),
     (8, "remat.policy=none precision.matmul=fp8", 35.10),
+    (32, "remat.policy=none lora.rank=16 lora.base=fp8 offload.level=none", 26.45),
     (8, "model.loop=scan", 37.39),
     (64, "model.loop=scan", 34.65),  # Triton's attention, which has no workspace
     (8, "model.loop=scan precision.matmul=fp8", 38.43),
