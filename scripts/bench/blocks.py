@@ -93,7 +93,8 @@ def block_of(name: str, turn: int, command: list[str], gpu: str, limit: float | 
     outcome = run_block(command, gpu, limit)
     took = time.monotonic() - started
     print(f"round {turn} {name}, {took:.0f} s: {brief(outcome)}", flush=True)
-    typed = shlex.join("python" if word == sys.executable else word for word in command)
+    # Also within a shell's command line.
+    typed = shlex.join(command).replace(sys.executable, "python").replace(f"{Path.cwd()}/", "")
     block = {"contender": name, "round": turn, "gpu": identity, "seconds": round(took, 1)}
     return block | outcome | {"command": typed}
 
