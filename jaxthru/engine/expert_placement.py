@@ -89,9 +89,8 @@ class ExpertPlacement:
         after = busiest(np.take_along_axis(counts_LE, order_LE, axis=1), self.devices)
         # To and from host memory a stage's arrays go whole, which takes about a step.
         cost = 1 / self.until_next(int(step)) if away_bytes(state) else 0
-        if skipped or before - after < max(
-            WORTH, cost
-        ):  # of what is not finite, no router's choice means anything
+        # Of what is not finite, no router's choice means anything.
+        if skipped or before - after < max(WORTH, cost):
             return state
         begun = time.monotonic()
         state = jax.block_until_ready(self.placed(state, order_LE))
