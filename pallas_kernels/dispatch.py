@@ -20,6 +20,8 @@ from typing import Any, Literal
 
 import jax
 
+from pallas_kernels import triton_cache
+
 logger = logging.getLogger("jaxthru.kernels")
 _logged: set[tuple[str, str]] = set()
 
@@ -120,6 +122,7 @@ def load_triton(package: str) -> tuple[ModuleType, ModuleType]:
     except ImportError as error:
         raise Unsupported(f"needs jax-triton (pip install 'jaxthru[gpu]'): {error}") from error
     _specialise_without_torch()
+    triton_cache.keep_compiled()
     return found
 
 

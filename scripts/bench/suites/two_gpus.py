@@ -23,8 +23,8 @@ layers ran 436 T a second, with nothing computed again.
     tensor         8 layers × (4 forward, 6 backward) × 67 MB  20, exposed 19    1.089 × plain     1.051
                                                                of 234 by plain
     tuned          33.5 or 67 MB, a gather's backward twice    84 or 168 by TMA  of each case, in its record
-    experts_12     12 layers × 4 × 134 MB; of 74 steps 9       404 planned, of   0.97; 0.96 by     0.955,
-                   move experts, 0.03 s each by one program    490 alone         0.1 s a move      0.1 s
+    experts_12     12 layers × 4 × 134 MB; of 74 steps 9       404 planned, of   0.97; 0.96 by     0.961,
+                   move experts, 0.03 s each by one program    490 alone         0.1 s a move      0.02 s
                    a layer
     experts_       the same; no GPU waits for one with more    2 % exposed       0.97              0.968
       balanced     tokens
@@ -33,10 +33,10 @@ layers ran 436 T a second, with nothing computed again.
                    exposed; by copies own tokens stay, and     by copies 419,    by collectives
                    if they run at 400 GB/s and slow no         in 2 parts 426
                    product, 11 ms less
-    experts_whole  48 layers × 6 × 134 MB; forward is          140 of 2,030      16,100 tokens/s,  14,836:
-                   computed again, 865 TFLOP; 97 GiB of                          16 rows           4 moves,
-                   state read and written, 43 ms; 129 GiB as                                       0.6 s; or
-                   compiled, of which 30 are gradients; one                                        16,546
+    experts_whole  48 layers × 6 × 134 MB; forward is          140 of 2,030      16,100 tokens/s,  16,882:
+                   computed again, 865 TFLOP; 97 GiB of                          16 rows           2 moves,
+                   state read and written, 43 ms; 129 GiB as                                       0.1 s
+                   compiled, of which 30 are gradients; one
                    move in 12 steps, 0.15 s
     experts_skewed 0.6 × the experts' 89 TFLOP of a GPU more   107 on 478        1.00 of that      0.972
 
