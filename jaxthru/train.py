@@ -33,7 +33,7 @@ from jaxthru.profile.collect.trace import open_profile
 from jaxthru.profile.show.publish import present
 from jaxthru.runtime import allocator, command_line, distributed, exit_codes, peers, xla
 from jaxthru.runtime.errors import exit_code, leave
-from jaxthru.runtime.garbage import heap_frozen
+from jaxthru.runtime.garbage import collect_seldom, heap_frozen
 from jaxthru.runtime.stop_signal import StopSignal
 from jaxthru.training import local_tier
 from jaxthru.training.base_files import BaseFiles
@@ -304,7 +304,7 @@ def main(argv: list[str] | None = None, prog: str = PROG) -> int:
 
 def start(argv: list[str] | None = None, prog: str = PROG) -> NoReturn:
     """Runs the command as a process of its own, and ends that."""
-    allocator.keep_freed()  # not of a process that is another's
+    allocator.keep_freed(), collect_seldom()  # not of a process that is another's
     try:
         code = main(argv, prog)
     except Exception:

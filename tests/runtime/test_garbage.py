@@ -1,7 +1,7 @@
 import gc
 import weakref
 
-from jaxthru.runtime.garbage import heap_frozen
+from jaxthru.runtime.garbage import PYTHONS, SELDOM, collect_seldom, heap_frozen
 
 
 class Cycle:
@@ -18,3 +18,16 @@ def test_what_exists_is_walked_by_no_collection_and_what_comes_is():
         assert before() is not None and within() is None
     gc.collect()
     assert before() is None
+
+
+def test_collections_are_seldom_until_the_steps():
+    tests = gc.get_threshold()
+    try:
+        with heap_frozen():
+            assert gc.get_threshold() == tests
+        collect_seldom()
+        assert gc.get_threshold()[0] == SELDOM > PYTHONS[0]
+        with heap_frozen():
+            assert gc.get_threshold() == PYTHONS
+    finally:
+        gc.set_threshold(*tests)
