@@ -13,7 +13,7 @@ from tiny import bind
 from jaxthru.engine.gradients import squares
 from jaxthru.engine.inline import InlineStep
 from jaxthru.engine.inline import hidden as hidden_of
-from jaxthru.engine.step import TrainConfig, check_groups
+from jaxthru.engine.step import Step, TrainConfig, check_groups
 from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import OptimConfig, make_schedule
 from jaxthru.runtime import aot
@@ -176,6 +176,13 @@ def jitted(made):
     """Returns the step as it is compiled: the state is taken over."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, made.abstract)
     return jax.jit(InlineStep(made.step), donate_argnums=0, out_shardings=(shardings, None))
+
+
+def test_python_walks_through_the_update_of_one_layer_alone(monkeypatch):
+    made, walked, update = tiny.make(loop="unroll", layers=4), [], Step.update
+    monkeypatch.setattr(Step, "update", lambda *given, **named: walked.append(1) or update(*given, **named))
+    jitted(made).trace(made.abstract, made.inputs)
+    assert len(walked) == 3, "of the embedding, of four layers and of the head"
 
 
 @pytest.mark.parametrize("loop", ["scan", "unroll"])
