@@ -12,6 +12,7 @@ import math
 
 from jaxthru.build.checks import check_float8_settings
 from jaxthru.build.defaults import replaced
+from jaxthru.build.step import needed_flops
 from jaxthru.config import RunConfig
 from jaxthru.models import family
 from jaxthru.models.stage import distinct
@@ -36,7 +37,7 @@ ACTIVATIONS = 5
 """Bytes that quantising moves for each number of a linear layer's input, and of its output's gradient: read
 for the largest magnitude (2), read again (2), and written twice, as it is and transposed, as cuBLAS takes it
 for the weight's gradient (2); less the write in bfloat16 of what nothing else reads. As compiled, the arrays
-of those 8 layers move 4 to 7, 4.9 in all."""
+of those 8 layers move 4 to 7, 4.9 in all. Under adapters a weight has no gradient, and they move 1 less."""
 
 
 def weight_bytes(stored: int) -> int:
@@ -79,7 +80,7 @@ def account(config: RunConfig, layout: Layout, kind: str) -> Account | None:
     tokens = train.rows * config.data.sequence
     micro = tokens // train.microbatches // layout.size("batch")
     sides = layout.mesh.size // layout.size("batch")  # that split a row's tokens, heads and widths
-    stored = FORMATS[config.optim.state].weights.itemsize
+    stored, adapters = FORMATS[config.optim.state].weights.itemsize, config.lora.on
     compute = float8 = moved = 0.0
     for stage in distinct(chain.layers):
         times = train.microbatches * chain.layers.count(stage)
@@ -89,24 +90,27 @@ def account(config: RunConfig, layout: Layout, kind: str) -> Account | None:
                 continue
             inputs, outputs = (math.prod(shape[dim] for dim in dims) for dims in (info.inputs, info.outputs))
             size = micro, inputs, outputs
-            compute += times * products(size, 2, COMPUTE * peak, bandwidth) / sides
-            float8 += times * products(size, 1, FLOAT8 * 2 * peak, bandwidth) / sides
+            compute += times * products(size, 2, COMPUTE * peak, bandwidth, adapters) / sides
+            float8 += times * products(size, 1, FLOAT8 * 2 * peak, bandwidth, adapters) / sides
             made, parameters = made + outputs, parameters + math.prod(shape)
         numbers = micro * (stage.kept.get("float8", made) + made)  # of inputs, and of outputs' gradients
         of_weights = weight_bytes(stored) * parameters / layout.size("embed")
-        moved += times * (ACTIVATIONS * numbers + of_weights) / sides
-    needed = family.module_of(config.model).train_flops(config.model, tokens, tokens * config.data.sequence)
+        moved += times * ((ACTIVATIONS - adapters) * numbers + of_weights) / sides
+    needed = needed_flops(config)(tokens, tokens * config.data.sequence)
     return Account(compute, float8, moved / bandwidth, needed / layout.mesh.size / (STEP * peak))
 
 
-def products(size: tuple[int, int, int], item: int, flops: float, bandwidth: float) -> float:
+def products(
+    size: tuple[int, int, int], item: int, flops: float, bandwidth: float, frozen: bool = False
+) -> float:
     """Returns the seconds of a linear layer's three products: forward, and two backward. size: tokens, inputs
-    and outputs. item: bytes of a number that is multiplied; results are bfloat16. None is faster than its
-    bytes."""
+    and outputs. item: bytes of a number that is multiplied; results are bfloat16. frozen: the weight has no
+    gradient, which is one of them. None is faster than its bytes."""
     tokens, inputs, outputs = size
     arrays = tokens * inputs, inputs * outputs, tokens * outputs
     work = 2 * tokens * inputs * outputs / flops
-    moved = (item * (sum(arrays) - result) + 2 * result for result in arrays)
+    results = arrays[::2] if frozen else arrays
+    moved = (item * (sum(arrays) - result) + 2 * result for result in results)
     return sum(max(work, each / bandwidth) for each in moved)
 
 
