@@ -19,7 +19,7 @@ from jaxthru.engine.memory_tally import shard_size
 from jaxthru.engine.model import LAYERS, Model, split_stages
 from jaxthru.engine.walk import cotangents, linearised_block
 from jaxthru.models.ops import Ops
-from jaxthru.models.remat import EXPERT_HIDDEN, EXPERT_ROWS, kept_bytes
+from jaxthru.models.remat import EXPERT_HIDDEN, kept_bytes
 from jaxthru.models.stage import Stage, distinct
 from jaxthru.optim.formats import FORMATS
 from jaxthru.optim.shards import parts_of_whole_blocks
@@ -185,7 +185,7 @@ class Sizes:
         # devices in a program of many blocks, XLA puts matmuls of weights' gradients off until after it.
         # Those of experts it does not, but in a loop: for them the layer before waits. Frozen ones have none.
         dense = [stage for stage in distinct(chain.layers) if stage.mixture is None]
-        waits = dense or any(EXPERT_ROWS in stage.kept for stage in chain.layers)
+        waits = dense or any(map(_experts_train, distinct(chain.layers)))
         put_off = waits if stacked is not None else dense and mesh.size > 1 and in_one_program
         at_once = work + workspace if put_off else max(work, attention + workspace)
         if stacked is not None:
@@ -230,7 +230,7 @@ def _work(stage: Stage, ops: Ops, tokens: int, stream: int, layer: int) -> int:
     share = 1 / parts
     if ops.copies and split > 1:  # a device's own tokens are one part, those of each other device are several
         parts, share = 1 + (split - 1) * parts, 1 / split
-    room, trained = stage.mixture.rows(experts), EXPERT_ROWS in stage.kept
+    room, trained = stage.mixture.rows(experts), _experts_train(stage)
     by_row = tokens * (of(rows=room) - of(rows=0))
     # Of frozen experts: what gate and up give, its gradient, and what goes in, or the gradient of the result.
     of_rows = ROW_WORK * by_row if trained else 2 * by_row + stage.mixture.top_k * room * stream
@@ -241,6 +241,11 @@ def _work(stage: Stage, ops: Ops, tokens: int, stream: int, layer: int) -> int:
         hidden = tokens * room * stage.kept[EXPERT_HIDDEN]
         moved += layer // ops.compute.itemsize + hidden * share
     return round(WORK * tokens * of(rows=0) + of_rows * share + moved)
+
+
+def _experts_train(stage: Stage) -> bool:
+    """Says whether a stage has experts that are no frozen base."""
+    return any(info.stack and info.trains for info in jax.tree.leaves(stage.weights))
 
 
 def _feed_forward(stage: Stage, tokens: int, stream: int, item: int) -> int:
