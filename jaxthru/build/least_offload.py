@@ -7,8 +7,9 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from jaxthru.build.defaults import replaced
+from jaxthru.build.defaults import get, replaced
 from jaxthru.build.memory_estimate import MemoryPlan, Room, estimate, indispensable
 from jaxthru.config import RunConfig
 from jaxthru.engine.offload import OffloadConfig
@@ -17,6 +18,19 @@ from jaxthru.optim.formats import FORMATS
 from jaxthru.runtime.errors import InputError
 
 LEVELS = ("none", "optimizer", "gradients", "parameters")
+
+ONE_PROGRAM = {
+    "remat.policy": ("none", "auto"),
+    "remat.keep_parameters": (True, False),
+    "model.loop": ("scan", "auto"),
+}
+"""Key -> its value that a step of several programs cannot have, and the one that leaves it open."""
+
+
+def ruling_out(config: RunConfig) -> dict[str, Any]:
+    """Returns the settings of a configuration that rule all levels but `none` out: {key: value}."""
+    return {key: value for key, (value, _) in ONE_PROGRAM.items() if get(config, key) == value}
+
 
 BY_PRECISION = (
     *("float32", "split_master_float32", "bfloat16", "split_master"),
@@ -94,7 +108,7 @@ def _first_that_fits(count: int, room: Room, plan: Callable[[int], MemoryPlan]) 
     return high
 
 
-def cheapest(config: RunConfig, levels: tuple[str, ...], room: Room, planned: Planned) -> Proposal | None:
+def cheapest(config: RunConfig, levels: Sequence[str], room: Room, planned: Planned) -> Proposal | None:
     """Returns of several levels the one that fits and moves the least."""
     fitting: list[Proposal] = []
     for level in levels:
@@ -137,8 +151,10 @@ def propose(
     devices: int = 1,
     segments: int = 1,
     formats: Sequence[str] = BY_PRECISION,
+    levels: Sequence[str] = LEVELS,
 ) -> list[Proposal]:
-    """Returns for each format the level and fraction that fit and move the least, the cheapest format first.
+    """Returns for each format the level, of these, and the fraction that fit and move the least, the cheapest
+    format first.
 
     One that fits at no level is left out, or that the optimizer's other settings forbid. resident, devices,
     segments: as of `estimate`.
@@ -149,10 +165,10 @@ def propose(
             tried = dataclasses.replace(config, optim=dataclasses.replace(config.optim, state=state))
         except InputError:
             continue
-        levels = levels_with_room(tried, room, devices)
+        possible = [level for level in levels_with_room(tried, room, devices) if level in levels]
         if config.remat.keep_parameters:  # the others keep none
-            levels = tuple(level for level in levels if level == "none")
-        if proposal := cheapest(tried, levels, room, by_arithmetic(tried, devices, segments, resident)):
+            possible = [level for level in possible if level == "none"]
+        if proposal := cheapest(tried, possible, room, by_arithmetic(tried, devices, segments, resident)):
             found.append(proposal)
     return sorted(found, key=lambda proposal: proposal.moved)
 

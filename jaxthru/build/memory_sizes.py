@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 
 from jaxthru.build.attention_choice import shapes_of
 from jaxthru.build.checks import attention_by
@@ -16,7 +17,7 @@ from jaxthru.build.step import Assembled
 from jaxthru.config import RunConfig
 from jaxthru.engine.memory_tally import shard_size
 from jaxthru.engine.model import LAYERS, Model, split_stages
-from jaxthru.engine.walk import linearised_block
+from jaxthru.engine.walk import cotangents, linearised_block
 from jaxthru.models.ops import Ops
 from jaxthru.models.remat import EXPERT_HIDDEN, kept_bytes
 from jaxthru.models.stage import Stage, distinct
@@ -105,15 +106,24 @@ def stacked(made: Assembled, segments: int) -> int:
     rows //= made.step.microbatches
     width = dict(model.chain.dims)["embed"]
 
-    def kept(stage: Stage, rows: int) -> list[int]:
-        def run(params: Any, ids: jax.Array, x_ND: jax.Array) -> list[jax.Array]:
-            context = model.context({"segment_ids": ids, "positions": ids}, segments)
-            return linearised_block(model, stage, params, x_ND, context).kept
+    def linearised(stage: Stage, params: Any, ids: jax.Array, x_ND: jax.Array, draw: Any, kept=None) -> tuple:
+        context = model.context({"segment_ids": ids, "positions": ids}, segments, draw=draw)
+        return linearised_block(model, stage, params, x_ND, context, kept), context
 
+    def back(stage: Stage, kept: list[jax.Array], params: Any, ids: jax.Array, x_ND: jax.Array, draw: Any):
+        link, context = linearised(stage, params, ids, x_ND, draw, kept)
+        return link.pullback(cotangents(link, x_ND, context))  # a gradient is like what it is of
+
+    def kept(stage: Stage, rows: int) -> list[int]:
         ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
         x_ND = jax.ShapeDtypeStruct((rows * length, width), model.ops.compute)
-        leaves = jax.eval_shape(run, stage.shapes, ids, x_ND)
-        return [leaf.size * leaf.dtype.itemsize for leaf in leaves]
+        draw = jax.ShapeDtypeStruct((), jnp.int32) if model.chain.draws else None
+        given = stage.shapes, ids, x_ND, draw
+        leaves = jax.eval_shape(lambda *given: linearised(stage, *given)[0].kept, *given)
+        # Kernels keep what gradients of their weights need also where these are frozen; XLA leaves it out.
+        way = jax.make_jaxpr(functools.partial(back, stage))(leaves, *given).jaxpr
+        _, read = partial_eval.dce_jaxpr(way, [True] * len(way.outvars))
+        return [leaf.size * leaf.dtype.itemsize for leaf, needed in zip(leaves, read, strict=False) if needed]
 
     total, mesh = 0, model.ops.layout.mesh
     with dispatch.assumed("cpu"):
@@ -173,9 +183,10 @@ class Sizes:
         attention = 2 * tokens * max(of(stage.kept, "attention") for stage in chain.layers)
         # Attention's turn comes when the feed-forward's work is over. In a loop's body, and on several
         # devices in a program of many blocks, XLA puts matmuls of weights' gradients off until after it.
-        # Those of experts it does not, but in a loop: for them the layer before waits.
+        # Those of experts it does not, but in a loop: for them the layer before waits. Frozen ones have none.
         dense = [stage for stage in distinct(chain.layers) if stage.mixture is None]
-        put_off = stacked is not None or (dense and mesh.size > 1 and in_one_program)
+        waits = dense or any(map(_experts_train, distinct(chain.layers)))
+        put_off = waits if stacked is not None else dense and mesh.size > 1 and in_one_program
         at_once = work + workspace if put_off else max(work, attention + workspace)
         if stacked is not None:
             at_once = max([at_once, *(_feed_forward(stage, tokens, stream, item) for stage in dense)])
@@ -219,14 +230,22 @@ def _work(stage: Stage, ops: Ops, tokens: int, stream: int, layer: int) -> int:
     share = 1 / parts
     if ops.copies and split > 1:  # a device's own tokens are one part, those of each other device are several
         parts, share = 1 + (split - 1) * parts, 1 / split
-    by_row = of(rows=stage.mixture.rows(experts)) - of(rows=0)
+    room, trained = stage.mixture.rows(experts), _experts_train(stage)
+    by_row = tokens * (of(rows=room) - of(rows=0))
+    # Of frozen experts: what gate and up give, its gradient, and what goes in, or the gradient of the result.
+    of_rows = ROW_WORK * by_row if trained else 2 * by_row + stage.mixture.top_k * room * stream
     # Rows of one part of the tokens are there at once. All parts have their tokens gathered, and the
     # gradients of these; and each has gradients of the experts' weights.
-    moved = (parts > 1) * (2 * split * stream + (parts - 1) * layer)
+    moved = (parts > 1) * (2 * split * stream + trained * (parts - 1) * layer)
     if ops.float8_experts:  # all matrices once more in eight bits, and the rows of one product
-        hidden = tokens * stage.mixture.rows(experts) * stage.kept[EXPERT_HIDDEN]
+        hidden = tokens * room * stage.kept[EXPERT_HIDDEN]
         moved += layer // ops.compute.itemsize + hidden * share
-    return round(WORK * tokens * of(rows=0) + ROW_WORK * tokens * by_row * share + moved)
+    return round(WORK * tokens * of(rows=0) + of_rows * share + moved)
+
+
+def _experts_train(stage: Stage) -> bool:
+    """Says whether a stage has experts that are no frozen base."""
+    return any(info.stack and info.trains for info in jax.tree.leaves(stage.weights))
 
 
 def _feed_forward(stage: Stage, tokens: int, stream: int, item: int) -> int:

@@ -9,9 +9,18 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from jaxthru.build.defaults import float8_setting, get, replaced
-from jaxthru.build.least_offload import LEVELS, Planned, by_arithmetic, levels_with_room, with_least_offload
+from jaxthru.build.least_offload import (
+    LEVELS,
+    ONE_PROGRAM,
+    Planned,
+    by_arithmetic,
+    levels_with_room,
+    ruling_out,
+    with_least_offload,
+)
 from jaxthru.build.memory_estimate import MemoryPlan, Room
 from jaxthru.build.step import needed_flops
 from jaxthru.build.transfers_choice import ways
@@ -75,6 +84,18 @@ def candidates(
     `estimate`. gpu: where unrolled layers are the faster ones."""
     levels = levels_with_room(config, room, devices)
     return likeliest(_by_speed(config, room, devices, segments, gpu, levels), room)
+
+
+def left_open(config: RunConfig, room: Room, devices: int = 1, segments: int = 1) -> dict[str, Any]:
+    """Returns what of `ruling_out` to change, and to what, for something to fit by arithmetic: the first that
+    is enough, or all of it; nothing where that is not."""
+    free = {key: ONE_PROGRAM[key][1] for key in ruling_out(config)}
+    tried = [{key: value} for key, value in free.items()]
+    for values in [*tried, free] if len(tried) > 1 else tried:
+        found = next(candidates(replaced(config, values), room, devices=devices, segments=segments), None)
+        if found and not found.near:
+            return values
+    return {}
 
 
 def all_candidates(config: RunConfig, room: Room, devices: int = 1, segments: int = 1) -> list[Candidate]:
@@ -167,14 +188,13 @@ def _resident(config: RunConfig, gpu: bool) -> Iterator[RunConfig]:
 def _layered(config: RunConfig) -> Iterator[RunConfig]:
     """Yields the configurations that are several programs; where the level is open, with the last one."""
     level = config.offload.level
-    if config.model.loop == "scan" or config.remat.keep_parameters:
+    if ruling_out(config):
         return
     if level == "none" and config.offload.activations == "none":
         return
     for policy in _asked(config, "remat.policy", POLICIES[1:]):
-        if policy != "none":
-            settings = {"remat.policy": policy, "model.loop": "unroll"}
-            yield replaced(config, settings | ({"offload.level": LEVELS[-1]} if level == "auto" else {}))
+        settings = {"remat.policy": policy, "model.loop": "unroll"}
+        yield replaced(config, settings | ({"offload.level": LEVELS[-1]} if level == "auto" else {}))
 
 
 def _seconds(config: RunConfig, devices: int, gpu: bool) -> float:

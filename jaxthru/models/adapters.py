@@ -6,7 +6,9 @@ of that is added to the target's product as a matmul writes it (models/fan_out.p
 Shapes: N rows × tokens, I input and O output of a linear layer, R rank.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +16,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxthru.models.fan_out import fan_out
-from jaxthru.models.remat import LOW_RANK
+from jaxthru.models.remat import EXPERT_ROWS, FLOAT8, LEFT_OUT, LOW_RANK, REST
+from jaxthru.runtime.weights import WeightInfo
+
+Path = tuple[str, ...]
 
 
 class Beside(NamedTuple):
@@ -24,6 +29,54 @@ class Beside(NamedTuple):
     b: jax.Array
     input: str | None
     output: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A linear layer with an adapter: its place in the block, what it is, and its shape."""
+
+    path: Path
+    info: WeightInfo
+    shape: tuple[int, ...]
+
+    @property
+    def inputs(self) -> int:
+        """How many numbers of a token it reads."""
+        return math.prod(self.shape[dim] for dim in self.info.inputs)
+
+    @property
+    def infos(self) -> dict[str, WeightInfo]:
+        """What A [*in, R] and B [R, *out] are: laid out as the target."""
+        info = self.info
+        inputs, outputs = ([info.axes[dim] for dim in side] for side in (info.inputs, info.outputs))
+        return {
+            "a": WeightInfo((*inputs, None), "matrix", tuple(range(len(inputs)))),
+            "b": WeightInfo((None, *outputs), "matrix", (0,)),
+        }
+
+    def init(self, key: jax.Array, rank: int) -> dict[str, jax.Array]:
+        """Returns A, drawn evenly from ±1/√in, and B, zero."""
+        inputs, outputs = (
+            [self.shape[dim] for dim in side] for side in (self.info.inputs, self.info.outputs)
+        )
+        bound = math.prod(inputs) ** -0.5
+        a = jax.random.uniform(key, (*inputs, rank), jnp.float32, -bound, bound)
+        return {"a": a, "b": jnp.zeros((rank, *outputs), jnp.float32)}
+
+
+def kept(of_base: Mapping[str, int], targets: Sequence[Target], rank: int, drops: bool) -> dict[str, int]:
+    """Returns `Stage.kept` of an adapted block. of_base: of the block without adapters. drops: whether
+    dropout leaves out some of their inputs.
+
+    A frozen weight has no gradient, for which its input would be kept, in whatever dtype: of inputs it is
+    those that adapters read. Dropout makes arrays of their own of these, each with a mask.
+    """
+    widths = {(each.path[:-1], each.info.axes[0]): each.inputs for each in targets}  # one of shared inputs
+    read = sum(widths.values())
+    named = sum(width for (_, axis), width in widths.items() if axis == "heads")  # attention's, kept anyway
+    others = {name: of_base[name] for name in of_base if name not in (FLOAT8, EXPERT_ROWS)}
+    dropped = {REST: read, LEFT_OUT: read} if drops else {REST: read - named}
+    return {**others, **dropped, LOW_RANK: rank * len(targets)}
 
 
 class Adapters:

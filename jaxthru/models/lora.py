@@ -18,15 +18,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxthru.models import fp8
-from jaxthru.models.adapters import Adapters
+from jaxthru.models.adapters import Adapters, Path, Target, kept
 from jaxthru.models.quantised import Quantised, quantise_int8
-from jaxthru.models.remat import FLOAT8, LOW_RANK
 from jaxthru.models.stage import Chain, Context, Extras, Group, Stage, by_kind
 from jaxthru.runtime.errors import did_you_mean, require
 from jaxthru.runtime.weights import WeightInfo
 
 Tree = Any
-Path = tuple[str, ...]
 LORA, SCALES, SEED = "lora", "scales", "seed"
 """Where a block's params have the adapters, the scales of a quantised base, and among the adapters what a
 layer's dropout is drawn from."""
@@ -185,15 +183,12 @@ def _adapted_block(stage: Stage, config: LoraConfig, compute: jnp.dtype, names: 
     if config.dropout:
         adapters[SEED] = WeightInfo((None,), "bias", trains=False)
     weights = frozen.weights | {LORA: adapters}
-    kept = {**stage.kept, LOW_RANK: config.rank * len(chosen)}
-    if config.base == "fp8":
-        kept.pop(FLOAT8, None)  # what adapters' gradients need of an input is not quantised
     return dataclasses.replace(
         frozen,
         apply=AdaptedApply(stage, config, tuple(chosen)),
         init=AdaptedInit(frozen.init, tuple(chosen), config.rank, config.dropout > 0),
         weights=weights,
-        kept=kept,
+        kept=kept(stage.kept, chosen, config.rank, config.dropout > 0),
     )
 
 
@@ -207,34 +202,6 @@ def _tree(leaves: Mapping[Path, Any]) -> dict:
 
 def _at(tree: Tree, path: Path) -> Any:
     return functools.reduce(lambda tree, name: tree[name], path, tree)
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A linear layer with an adapter: its place in the block, what it is, and its shape."""
-
-    path: Path
-    info: WeightInfo
-    shape: tuple[int, ...]
-
-    @property
-    def infos(self) -> dict[str, WeightInfo]:
-        """What A [*in, R] and B [R, *out] are: laid out as the target."""
-        info = self.info
-        inputs, outputs = ([info.axes[dim] for dim in side] for side in (info.inputs, info.outputs))
-        return {
-            "a": WeightInfo((*inputs, None), "matrix", tuple(range(len(inputs)))),
-            "b": WeightInfo((None, *outputs), "matrix", (0,)),
-        }
-
-    def init(self, key: jax.Array, rank: int) -> dict[str, jax.Array]:
-        """Returns A, drawn evenly from ±1/√in, and B, zero."""
-        inputs, outputs = (
-            [self.shape[dim] for dim in side] for side in (self.info.inputs, self.info.outputs)
-        )
-        bound = math.prod(inputs) ** -0.5
-        a = jax.random.uniform(key, (*inputs, rank), jnp.float32, -bound, bound)
-        return {"a": a, "b": jnp.zeros((rank, *outputs), jnp.float32)}
 
 
 def quantise(matrix: jax.Array, info: WeightInfo, base: str) -> Quantised:

@@ -7,7 +7,9 @@ from typing import Literal
 import jax
 
 PARAMETERS, STATISTICS = "parameters", "attention_statistics"
-FLOAT8, REST, LOW_RANK = "float8", "rest", "low_rank"
+FLOAT8, REST, LOW_RANK, LEFT_OUT = "float8", "rest", "low_rank", "left_out"
+"""Kept where nothing is computed again, see `stage.Stage`: inputs of matmuls, in float8 or not, what adapters
+make of them, and which of them dropout leaves out."""
 ROUTING, EXPERT_HIDDEN, EXPERT_ROWS = "routing", "moe_hidden", "expert_rows"
 """Of a mixture of experts: which tokens go where, which no policy computes again, or another choice might
 come out; what gate and up give of each assignment of a token to an expert; and, kept where nothing is
@@ -52,12 +54,12 @@ def kept_bytes(
 ) -> int:
     """Returns the bytes per token that a policy keeps of a stage beside its input.
 
-    kept: of the Stage. item: bytes of a number in the compute dtype; of statistics and routing 4. float8:
-    whether matmuls are made in float8, whose inputs are then kept in that, where the stage has them so. rows:
-    for which there is room, of each that experts fill.
+    kept: of the Stage. item: bytes of a number in the compute dtype; of statistics and routing 4, of
+    dropout's masks 1. float8: whether matmuls are made in float8, whose inputs are then kept in that, where
+    the stage has them so. rows: for which there is room, of each that experts fill.
     """
     names = kept if policy == "none" else KEPT[policy]
-    bytes_of = {STATISTICS: 4, ROUTING: 4, FLOAT8: 1}
+    bytes_of = {STATISTICS: 4, ROUTING: 4, FLOAT8: 1, LEFT_OUT: 1}
     left_out = REST if float8 and FLOAT8 in kept else FLOAT8
     sizes = {name: kept.get(name, 0) * bytes_of.get(name, item) for name in names if name != left_out}
     return round(sum(size * (rows if name in BY_ROW else 1) for name, size in sizes.items()))

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,25 @@ def test_clipping_by_the_norm_before_is_named_where_it_makes_room():
     assert not any(room.holds(each.plan) for each in candidates(asked, room))
     assert next(candidates(eight_layers("optim.clip_rule=previous"), room)).config.offload.layered
     assert "it fits" not in choices.nothing_fits(eight_layers("optim.clip=0"), room)
+
+
+@pytest.mark.parametrize(
+    ("named", "what", "instead"),
+    [
+        ("remat.policy=none", "remat.policy = 'none'", "remat.policy = 'auto'"),
+        ("remat.keep_parameters=true", "remat.keep_parameters = True", "remat.keep_parameters = False"),
+    ],
+)
+def test_what_rules_offload_out_is_named_with_the_size_without_it(named, what, instead):
+    room, config = Room(18 * GIB, 100 * GIB), eight_layers(named)
+    assert next(candidates(config, room), None) is None
+    said = choices.nothing_fits(config, room)
+    assert f"without offload, which {what} rules out" in said and f"with {instead} it fits" in said
+    assert "and 0.0 on the host" in said and "\n" not in said
+    least = float(re.search(r"needs ([\d.]+) GiB", said)[1])
+    assert least > 18
+    alone = choices.nothing_fits(eight_layers(named, "offload.level=none"), room)
+    assert f"{least} GiB on the device" in alone and "rules out" not in alone
 
 
 @pytest.fixture

@@ -360,6 +360,13 @@ OF_FAMILIES = [
     ("gemma3_270m", "full scan", 12.6),
     ("qwen3_0_6b", "full scan", 38.5),
     ("qwen3_0_6b", "none unroll model.layers=6", 52.1),
+    # Adapters: of a frozen weight's input nothing is kept, of what they read with dropout a mask too.
+    ("olmoe_1b_7b", "none unroll train.rows=8 lora.rank=16", 50.92),
+    ("olmoe_1b_7b", "none scan train.rows=8 lora.rank=16", 64.09),
+    ("olmoe_1b_7b", "full scan train.rows=8 lora.rank=16", 20.70),
+    ("qwen3_0_6b", "none unroll train.rows=4 lora.rank=64 lora.targets=q_proj", 37.20),
+    ("qwen3_0_6b", "none unroll train.rows=4 lora.rank=64 lora.dropout=0.1", 54.52),
+    ("qwen3_0_6b", "none scan train.rows=4 lora.rank=64 lora.dropout=0.1", 73.25),
 ]
 
 
