@@ -31,9 +31,8 @@ from jaxthru.engine.offload import in_place
 from jaxthru.engine.step import State
 from jaxthru.profile.collect.trace import open_profile
 from jaxthru.profile.show.publish import present
-from jaxthru.runtime import allocator, command_line, distributed, exit_codes, peers, xla
+from jaxthru.runtime import allocator, command_line, distributed, exit_codes, garbage, peers, xla
 from jaxthru.runtime.errors import exit_code, leave
-from jaxthru.runtime.garbage import collect_seldom, heap_frozen
 from jaxthru.runtime.stop_signal import StopSignal
 from jaxthru.training import local_tier
 from jaxthru.training.base_files import BaseFiles
@@ -67,7 +66,7 @@ def train(
     evaluation, placement = built.evaluation(), built.expert_placement()
     with (
         goodput,
-        heap_frozen(),
+        garbage.heap_frozen(),
         open_record(config.metrics, directory, start, times, Stalls(), Stragglers(peers.current())) as record,
         built.batches(data_state) as batches,
         open_progress(steps, start) as progress,
@@ -304,7 +303,8 @@ def main(argv: list[str] | None = None, prog: str = PROG) -> int:
 
 def start(argv: list[str] | None = None, prog: str = PROG) -> NoReturn:
     """Runs the command as a process of its own, and ends that."""
-    allocator.keep_freed(), collect_seldom()  # not of a process that is another's
+    allocator.keep_freed()  # not of a process that is another's
+    garbage.collect_seldom()
     try:
         code = main(argv, prog)
     except Exception:

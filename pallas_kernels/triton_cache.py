@@ -9,6 +9,8 @@ import functools
 import hashlib
 import importlib
 import json
+import logging
+import os
 import threading
 import uuid
 from collections.abc import Callable
@@ -19,11 +21,16 @@ import jax
 
 PLATFORM = "cuda"
 """The one whose kernels are kept. AMD's are files of jax-triton's own, gone with the process."""
+KEPT = ("binary", "name", "shared_mem_bytes")
+"""Of a result what is kept: PTX, the kernel's name there, and bytes."""
+NOT_KEPT = {"ttgir": None, "llir": None}
+"""The rest, which jax-triton leaves out too where nothing is to be dumped."""
 
+logger = logging.getLogger("jaxthru.kernels")
+_hooking = threading.Lock()
 _being_compiled: dict[str, threading.Lock] = {}
 
 
-@functools.cache
 def keep_compiled() -> None:
     """Has jax-triton keep what it compiles for NVIDIA's GPUs beside the programs that JAX keeps.
 
@@ -31,7 +38,9 @@ def keep_compiled() -> None:
     there is run, as JAX's programs are.
     """
     library = importlib.import_module("jax_triton.triton_lib")
-    library.compile_ttir_inplace = functools.partial(kept, library.compile_ttir_inplace, library)
+    with _hooking:  # what is compiled beside a step loads other kernels at the same time
+        if not isinstance(library.compile_ttir_inplace, functools.partial):
+            library.compile_ttir_inplace = functools.partial(kept, library.compile_ttir_inplace, library)
 
 
 def kept(compile_ttir: Callable, library: Any, ttir: Any, backend: Any, options: Any, *target: Any) -> Any:
@@ -41,23 +50,17 @@ def kept(compile_ttir: Callable, library: Any, ttir: Any, backend: Any, options:
     changes. backend, options: Triton's. target: the compute capability and the platform.
     """
     folder = _folder()
-    if folder is None or target[-1] != PLATFORM or library._JAX_TRITON_DUMP_DIR:
+    shown = options.debug or library._JAX_TRITON_DUMP_DIR or "TRITON_ALWAYS_COMPILE" in os.environ
+    if folder is None or target[-1] != PLATFORM or shown:
         return compile_ttir(ttir, backend, options, *target)
     key = _key(ttir, backend, options, target)
     path, alone = folder / f"{key}.json", _being_compiled.setdefault(key, threading.Lock())
     with alone:  # the step and what is compiled beside it have kernels in common
-        with contextlib.suppress(OSError, ValueError):  # none, or a damaged one: it is compiled again
-            return library.CompilationResult(**json.loads(path.read_text()), **NOT_KEPT)
+        if (found := _read(path)) is not None:
+            return library.CompilationResult(**found, **NOT_KEPT)
         made = compile_ttir(ttir, backend, options, *target)
-        with contextlib.suppress(OSError):  # a full disk costs the next start its time, and this one nothing
-            _write(path, json.dumps({name: getattr(made, name) for name in RESULT}))
+        _write(path, {name: getattr(made, name) for name in KEPT})
     return made
-
-
-RESULT = ("binary", "name", "shared_mem_bytes")
-"""Of a result what is kept: PTX, the kernel's name there, and bytes."""
-NOT_KEPT = {"ttgir": None, "llir": None}
-"""The rest, which jax-triton leaves out too where nothing is to be dumped."""
 
 
 def _folder() -> Path | None:
@@ -68,19 +71,42 @@ def _folder() -> Path | None:
 
 def _key(ttir: Any, backend: Any, options: Any, target: tuple) -> str:
     """Returns what names a kernel: all that can change what it compiles to."""
-    triton = importlib.import_module("triton")
+    versions = [importlib.import_module(name).__version__ for name in ("jax_triton", "triton")]
     settings = importlib.import_module("triton._C.libtriton").get_cache_invalidating_env_vars()
-    of = triton.__version__, backend.hash(), options.hash(), *target, sorted(settings.items()), ttir
-    return hashlib.sha256("\n".join(map(str, of)).encode()).hexdigest()
+    of = *versions, backend.hash(), options.hash(), *target, sorted(settings.items()), ttir
+    return _digest("\n".join(map(str, of)))
 
 
-def _write(path: Path, text: str) -> None:
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Returns what is kept in a file; None of none, and of one that is not as it was written."""
+    try:
+        digest, _, text = path.read_text(errors="replace").partition("\n")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return _warn(path.parent, error.strerror)
+    return json.loads(text) if digest == _digest(text) else _warn(path.parent, "files were damaged")
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
     """Writes a file that is whole or not there at all, whatever other processes write."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(found)
     begun = path.with_suffix(f".{uuid.uuid4().hex}")
     try:
-        begun.write_text(text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        begun.write_text(f"{_digest(text)}\n{text}")
         begun.replace(path)
-    except OSError:
-        begun.unlink(missing_ok=True)
-        raise
+    except OSError as error:  # a full disk costs the next start its time, and this one nothing
+        _warn(path.parent, error.strerror)
+        with contextlib.suppress(OSError):
+            begun.unlink(missing_ok=True)
+
+
+@functools.cache
+def _warn(folder: Path, why: str) -> None:
+    """Says, once, why kernels of earlier starts are not all taken from a folder."""
+    logger.warning("%s: kernels that Triton had compiled are compiled again: %s", folder, why)

@@ -80,7 +80,8 @@ def account(config: RunConfig, layout: Layout, kind: str) -> Account | None:
     tokens = train.rows * config.data.sequence
     micro = tokens // train.microbatches // layout.size("batch")
     sides = layout.mesh.size // layout.size("batch")  # that split a row's tokens, heads and widths
-    stored, adapters = FORMATS[config.optim.state].weights.itemsize, config.lora.on
+    adapters = config.lora.on  # their base is kept as it is multiplied
+    stored = 2 if adapters else FORMATS[config.optim.state].weights.itemsize
     compute = float8 = moved = 0.0
     for stage in distinct(chain.layers):
         times = train.microbatches * chain.layers.count(stage)

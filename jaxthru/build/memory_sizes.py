@@ -120,10 +120,12 @@ def stacked(made: Assembled, segments: int) -> int:
         draw = jax.ShapeDtypeStruct((), jnp.int32) if model.chain.draws else None
         given = stage.shapes, ids, x_ND, draw
         leaves = jax.eval_shape(lambda *given: linearised(stage, *given)[0].kept, *given)
-        # Kernels keep what gradients of their weights need also where these are frozen; XLA leaves it out.
-        way = jax.make_jaxpr(functools.partial(back, stage))(leaves, *given).jaxpr
-        _, read = partial_eval.dce_jaxpr(way, [True] * len(way.outvars))
-        return [leaf.size * leaf.dtype.itemsize for leaf, needed in zip(leaves, read, strict=False) if needed]
+        if not all(info.trains for info in jax.tree.leaves(stage.weights)):
+            # Kernels keep what frozen weights' gradients would need, too; XLA leaves it out.
+            way = jax.make_jaxpr(functools.partial(back, stage))(leaves, *given).jaxpr
+            _, read = partial_eval.dce_jaxpr(way, [True] * len(way.outvars))
+            leaves = [leaf for leaf, needed in zip(leaves, read, strict=False) if needed]
+        return [leaf.size * leaf.dtype.itemsize for leaf in leaves]
 
     total, mesh = 0, model.ops.layout.mesh
     with dispatch.assumed("cpu"):

@@ -28,6 +28,7 @@ class Hashed:
     """A backend or options."""
 
     text: str
+    debug: bool = False
 
     def hash(self):
         return self.text
@@ -46,24 +47,30 @@ class Library:
         self.compiled.append(str(ttir))
         return Result(f"ptx of {ttir} for {capability}", f"name of {ttir}", 1024, None, None)
 
-    def __call__(self, ttir="kernel", options="warps 4", capability=90, platform="cuda", backend="sm_90"):
-        return kept(self.compile, self, ttir, Hashed(backend), Hashed(options), capability, platform)
+    def __call__(
+        self, ttir="kernel", options="warps 4", capability=90, platform="cuda", backend="sm_90", debug=False
+    ):
+        how = Hashed(backend), Hashed(options, debug), capability, platform
+        return kept(self.compile, self, ttir, *how)
 
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
     """Returns the library with an empty cache in `tmp_path`, and a Triton of a version."""
-    monkeypatch.setattr(triton_cache, "importlib", types.SimpleNamespace(import_module=triton_of("3.6.0")))
+    monkeypatch.setattr(triton_cache, "importlib", triton_of())
+    monkeypatch.delenv("TRITON_ALWAYS_COMPILE", raising=False)
+    triton_cache._warn.cache_clear()
     with kept_in(tmp_path):
         yield Library()
 
 
-def triton_of(version):
+def triton_of(version="3.6.0", jax_triton="0.3.1", **settings):
     modules = {
+        "jax_triton": types.SimpleNamespace(__version__=jax_triton),
         "triton": types.SimpleNamespace(__version__=version),
-        "triton._C.libtriton": types.SimpleNamespace(get_cache_invalidating_env_vars=dict),
+        "triton._C.libtriton": types.SimpleNamespace(get_cache_invalidating_env_vars=settings.copy),
     }
-    return modules.__getitem__
+    return types.SimpleNamespace(import_module=modules.__getitem__)
 
 
 @contextlib.contextmanager
@@ -88,18 +95,23 @@ def test_whatever_changes_a_kernel_compiles_it(library, monkeypatch):
     for number, other in enumerate(others, start=2):
         library(**other)
         assert len(library.compiled) == number, other
-    monkeypatch.setattr(triton_cache, "importlib", types.SimpleNamespace(import_module=triton_of("3.7.0")))
-    library()
-    assert len(library.compiled) == 6
+    installed = triton_of("3.7.0"), triton_of(jax_triton="0.3.2"), triton_of(DISABLE_LLVM_OPT="1")
+    for number, other in enumerate(installed, start=6):
+        monkeypatch.setattr(triton_cache, "importlib", other)
+        library()
+        assert len(library.compiled) == number
 
 
-@pytest.mark.parametrize("damage", ["", '{"binary": "pt'])
-def test_a_damaged_file_is_compiled_again_and_mended(library, tmp_path, damage):
+@pytest.mark.parametrize("damage", [b"", b"null", b"\xff\x00", "half", "bit"])
+def test_a_damaged_file_is_compiled_again_and_mended(library, tmp_path, damage, caplog):
     first = library()
     (path,) = (tmp_path / "triton").iterdir()
-    path.write_text(damage)
+    whole = path.read_bytes()
+    halves = {"half": whole[: len(whole) // 2], "bit": whole.replace(b"ptx", b"pty")}
+    path.write_bytes(halves.get(damage, damage))
     assert library() == first and library() == first
-    assert len(library.compiled) == 2
+    assert len(library.compiled) == 2 and path.read_bytes() == whole
+    assert caplog.text.count("files were damaged") == 1
 
 
 def test_nothing_is_kept_where_jax_keeps_nothing(library, tmp_path):
@@ -113,12 +125,33 @@ def test_nothing_is_kept_where_jax_keeps_nothing(library, tmp_path):
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
     library(platform="rocm")
-    assert len(library.compiled) == 4 and not (tmp_path / "triton").exists()
+    library(debug=True)  # prints as it compiles
+    assert len(library.compiled) == 5 and not (tmp_path / "triton").exists()
 
 
-def test_a_disk_that_cannot_be_written_costs_no_run(library, tmp_path):
+def test_a_folder_that_cannot_be_used_costs_no_run_and_is_told(library, tmp_path, caplog):
     (tmp_path / "triton").write_text("no folder")
-    assert library().shared_mem_bytes == 1024
+    assert library().shared_mem_bytes == library(ttir="another").shared_mem_bytes == 1024
+    assert len(library.compiled) == 2
+    assert "are compiled again: Not a directory" in caplog.text
+
+
+def test_threads_that_load_kernels_hook_jax_triton_once(monkeypatch):
+    jax_triton = types.SimpleNamespace(compile_ttir_inplace=Library().compile)
+    first, both = jax_triton.compile_ttir_inplace, threading.Barrier(2)
+
+    def importing(name):
+        both.wait()
+        return jax_triton
+
+    monkeypatch.setattr(triton_cache, "importlib", types.SimpleNamespace(import_module=importing))
+    threads = [threading.Thread(target=triton_cache.keep_compiled) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    hook = jax_triton.compile_ttir_inplace
+    assert hook.func is kept and hook.args == (first, jax_triton)
 
 
 def test_threads_with_a_kernel_in_common_compile_it_once(library):

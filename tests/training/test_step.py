@@ -181,8 +181,7 @@ def jitted(made):
 def test_python_walks_through_the_update_of_one_layer_alone(monkeypatch):
     made, walked, update = tiny.make(loop="unroll", layers=4), [], Step.update
     monkeypatch.setattr(Step, "update", lambda *given, **named: walked.append(1) or update(*given, **named))
-    jitted(made).trace(made.abstract, made.inputs)
-    assert len(walked) == 3, "of the embedding, of four layers and of the head"
+    assert jitted(made).trace(made.abstract, made.inputs) and len(walked) == 3  # of 1 layer of 4
 
 
 @pytest.mark.parametrize("loop", ["scan", "unroll"])

@@ -35,7 +35,7 @@ layers ran 436 T a second, with nothing computed again.
                    product, 11 ms less
     experts_whole  48 layers × 6 × 134 MB; forward is          140 of 2,030      16,100 tokens/s,  16,882:
                    computed again, 865 TFLOP; 97 GiB of                          16 rows           2 moves,
-                   state read and written, 43 ms; 129 GiB as                                       0.1 s
+                   state read and written, 43 ms; 129 GiB as                                       0.2 s
                    compiled, of which 30 are gradients; one
                    move in 12 steps, 0.15 s
     experts_skewed 0.6 × the experts' 89 TFLOP of a GPU more   107 on 478        1.00 of that      0.972
