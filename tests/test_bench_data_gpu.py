@@ -145,7 +145,7 @@ def test_one_device_has_nothing_to_balance(tmp_path):
 def test_balanced_steps_are_predicted_and_timed(tmp_path):
     small = ("--set", "data.sequence=256", "--set", "model.vocabulary=2048", "--set", "train.seed=1")
     small += ("--set", "data.packing=best_fit")
-    words = ("--tokens", "40000", "--steps", "2", "--microbatches", "4", "--rounds", "1", *small)
+    words = ("--tokens", "40000", "--steps", "2", "--microbatches", "4", "--rounds", "5", *small)
     line, _ = run("measure/balance_steps.py", "--folder", str(tmp_path), *words, devices=2)
     assert line["orders"].keys() == {"as they come", "balanced"}
     assert line["predicted_gain"] >= 0 and line["costs"]["linear_cost"] > 0
