@@ -100,7 +100,7 @@ def told_to_stop(place: Workplace, processes: list[Process], victim: int) -> lis
 
 def test_whatever_ends_a_run_the_same_command_goes_on(place):
     """Each fault, of either process, befalls one run in turn. It goes on from the newest checkpoint,
-    and its losses are those of a run that nothing disturbed; a straggler is named meanwhile."""
+    and its losses are those of a run that nothing disturbed."""
     faults = [(fault, victim) for fault in (killed, stopped, robbed_of_its_disk) for victim in (0, 1)]
     saved, further = 0, 11  # the second save has waited for the first
     for fault, victim in [*faults, (told_to_stop, 1)]:
@@ -114,8 +114,18 @@ def test_whatever_ends_a_run_the_same_command_goes_on(place):
         assert saved > 0
     assert resumed_from(job(place, "run")[0]) == saved
     assert place.losses("run") == place.losses("whole")
-    row = place.metrics("run")[-1]
+
+
+def test_a_straggler_is_named(place):
+    """Means travel with the beats, every two seconds: a run of a few quick steps may end before one has."""
+    processes = place.start_job("straggler", 2, **ENDLESS)
+    place.wait_for_step(processes[0], "straggler", 1)
+    deadline = time.monotonic() + 60
+    while (row := place.metrics("straggler")[-1])["slowest_process"] is None:
+        assert time.monotonic() < deadline and processes[0].poll() is None
+        time.sleep(0.05)
     assert row["slowest_process"] in (0, 1) and row["slowest_process_seconds"] > 0
+    told_to_stop(place, processes, 0)
 
 
 def test_a_killed_run_goes_on_from_its_hosts_own_disks(place):
