@@ -1,5 +1,6 @@
 """The files of a source, and their content hashes."""
 
+import csv
 import dataclasses
 import fnmatch
 import functools
@@ -10,6 +11,7 @@ import importlib.util
 import json
 import os
 import re
+import stat
 import sysconfig
 from collections.abc import Set
 from pathlib import Path
@@ -41,16 +43,22 @@ class HashCache:
             self.known = {}
         self.changed = False
 
-    def file(self, path: Path) -> File:
-        """Returns `path` with its hash, which is read from the disk only when the file has changed."""
-        status = path.stat()
-        known = self.known.get(str(path))
+    def file(self, path: str) -> File | None:
+        """Returns the file of a path with its hash, which is read from the disk only when the file has
+        changed; None where there is no file. Raises OSError for one that cannot be read."""
+        try:
+            status = os.stat(path)  # noqa: PTH116 (of thousands, each time a run starts: a Path takes thrice as long)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        known = self.known.get(path)
         if known is None or known[:2] != [status.st_size, status.st_mtime_ns]:
-            with path.open("rb") as stream:
+            with Path(path).open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            known = self.known[str(path)] = [status.st_size, status.st_mtime_ns, digest]
+            known = self.known[path] = [status.st_size, status.st_mtime_ns, digest]
             self.changed = True
-        return File(path, status.st_size, known[2])
+        return File(Path(path), status.st_size, known[2])
 
     def save(self) -> None:
         """Writes what was learnt. Two writers may lose each other's news, never more."""
@@ -76,13 +84,14 @@ def collect(source: str, recipe: Recipe, cache: HashCache, exclude: Set[str]) ->
     for name in sorted(paths):
         if recipe.suffixes and not name.endswith(recipe.suffixes):
             continue
-        excluded = any(fnmatch.fnmatch(paths[name], pattern) for pattern in recipe.exclude)
-        if excluded or not Path(name).is_file():
+        if any(fnmatch.fnmatch(paths[name], pattern) for pattern in recipe.exclude):
             continue
         try:
-            file = cache.file(Path(name))
+            file = cache.file(name)
         except OSError as error:
             raise InputError(f"source {source}: {name}: cannot be read ({error.strerror})") from error
+        if file is None:
+            continue
         taken += file.digest in exclude
         if file.digest not in exclude and (not recipe.max_file_bytes or file.size <= recipe.max_file_bytes):
             chosen.setdefault(file.digest, file)
@@ -124,6 +133,10 @@ def _package(name: str) -> dict[str, str]:
         distribution = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError):  # that is no name
         return {}
+    if (record := distribution.read_text("RECORD")) is not None:  # `files` would look for each of them
+        names = (row[0] for row in csv.reader(record.splitlines()) if row)
+        root = str(distribution.locate_file(""))
+        return {os.path.join(root, name): f"/{name}" for name in names if not name.endswith(".pyc")}  # noqa: PTH118
     if distribution.files is not None:
         return {str(file.locate()): f"/{file}" for file in distribution.files if file.suffix != ".pyc"}
     # Some system packagers leave the list out: then take the folder of the module of the same name.

@@ -205,14 +205,16 @@ def test_every_file_is_hashed_once(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("one")
     cache = HashCache(tmp_path / "hashes.json")
-    first = cache.file(path)
+    first = cache.file(str(path))
     cache.save()
     again = HashCache(tmp_path / "hashes.json")
     monkeypatch.setattr(Path, "open", None)
-    assert again.file(path) == first and not again.changed
+    assert again.file(str(path)) == first and not again.changed
     monkeypatch.undo()
     path.write_text("two and more")
-    assert again.file(path).digest != first.digest
+    assert again.file(str(path)).digest != first.digest
+    for none in (tmp_path, tmp_path / "b.txt", path / "c.txt"):
+        assert again.file(str(none)) is None
 
 
 def test_a_docstring_that_breaks_unicode_or_the_parser_is_damage(folder):
@@ -242,3 +244,17 @@ def test_packages_are_found_by_their_names_and_absent_ones_skipped(tmp_path):
     )
     found = collect("test", recipe, HashCache(tmp_path / "none.json"), frozenset())
     assert Path(np.__file__) in {file.path for file in found}
+
+
+def test_of_a_package_s_files_those_that_are_there_are_taken(tmp_path, monkeypatch):
+    """Of an installation without compiled files, by its list: with quoted names, and one that is gone."""
+    about = tmp_path / "some_package-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: some-package\nVersion: 1\n")
+    (about / "RECORD").write_text('some/a.txt,,\n"some/b, c.txt",,\nsome/gone.txt,,\nsome/a.pyc,,\n\n')
+    (tmp_path / "some").mkdir()
+    for name in ("a.txt", "b, c.txt", "a.pyc", "unlisted.txt"):
+        (tmp_path / "some" / name).write_text(name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = collect("test", Recipe.of(packages=("some-package",)), HashCache(tmp_path / "none.json"), set())
+    assert {file.path for file in found} == {tmp_path / "some" / "a.txt", tmp_path / "some" / "b, c.txt"}
