@@ -217,8 +217,8 @@ def _bytes_on_a_device(tree: Any) -> int:
 
 
 def _resident(made: Assembled, sizes: Sizes, compiled: MemoryPlan | None) -> MemoryPlan:
-    """Returns the memory of a step that is one program: its state, and what else it needs at the loss, at the
-    first block of the backward pass or at its last, whichever is the most."""
+    """Returns the memory of a step that is one program: its state, and what else it needs in the forward
+    pass, at the loss, at the first block of the backward pass or at its last, whichever is the most."""
     model, state = made.step.model, dict.fromkeys(CATEGORIES, 0)
     for name, key in (("parameters", "params"), ("optimizer", "opt_state")):
         state[name] = _bytes_on_a_device(made.abstract[key])
@@ -233,6 +233,7 @@ def _resident(made: Assembled, sizes: Sizes, compiled: MemoryPlan | None) -> Mem
     else:
         last = of_layers + 4 * sizes.tables
     moments = (
+        {"activations": sizes.forward, "gradients": sums},
         {
             "activations": sizes.kept,
             "loss": sizes.item * sizes.whole + sizes.logits,

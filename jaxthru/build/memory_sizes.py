@@ -5,6 +5,7 @@ They follow from the model's chain of stages and from the mesh; of a loop over l
 
 import dataclasses
 import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxthru.engine.model import LAYERS, Model, split_stages
 from jaxthru.engine.walk import cotangents, linearised_block
 from jaxthru.models.ops import Ops
 from jaxthru.models.remat import EXPERT_HIDDEN, kept_bytes
-from jaxthru.models.stage import Stage, distinct
+from jaxthru.models.stage import Group, Stage, distinct
 from jaxthru.optim.formats import FORMATS
 from jaxthru.optim.shards import parts_of_whole_blocks
 from jaxthru.runtime.sharding import Layout
@@ -45,6 +46,10 @@ attention's and the feed-forward's matmuls, the gradients of their outputs, and 
 ROW_WORK = 1.8
 """The same of what there is one of for each row that experts have room for. Of two matmuls, their inputs,
 outputs and all of their gradients."""
+
+WAITING = 0.8
+"""Of what the blocks of a pattern keep, how much is there beside the stacks at the end of a loop's body, in
+the forward pass: XLA puts what all of them keep into the stacks together."""
 
 LOWERED_ON_A_GPU = "linear_cross_entropy", "adamw_8bit", "routing"
 """Operations whose Triton kernels have no stand-in; without their GPU they cannot be lowered."""
@@ -144,7 +149,9 @@ class Sizes:
     larger of these. whole: of that, gathered over `fsdp`. item: bytes of a number in the compute dtype.
     stream: bytes of a block's input. kept: of what all blocks keep. at_once: of what one block's backward
     pass has. first: the same of the block that it begins with, beside `kept`. logits: of those of a chunk.
-    gathered: of a layer's weights as matmuls take them, where that is not as they are stored."""
+    forward: of what is kept at the end of a loop's forward pass over a pattern of several blocks, with what
+    waits for its stacks. gathered: of a layer's weights as matmuls take them, where that is not as they are
+    stored."""
 
     layer: int
     layers: int
@@ -156,6 +163,7 @@ class Sizes:
     kept: int
     at_once: int
     first: int
+    forward: int
     logits: int
     gathered: int
 
@@ -205,6 +213,7 @@ class Sizes:
             in_all = stacked
         elif ops.keep_parameters or model.policy == "none":
             in_all += gathered * len(chain.layers)
+        in_all += stream * len(chain.layers)
         return cls(
             layer=max(layers),
             layers=sum(layers),
@@ -213,13 +222,26 @@ class Sizes:
             whole=max(embedding, head) * mesh.shape["fsdp"],
             item=item,
             stream=stream,
-            kept=in_all + stream * len(chain.layers),
+            kept=in_all,
             at_once=at_once,
             # A stack stays whole, and its slices are copies.
             first=at_once if stacked is not None else max(at_once - max(kept), 0),
+            forward=_over_a_pattern(chain.groups, in_all, kept) if stacked is not None else 0,
             logits=4 * LOSS_CHUNK * dims["vocab"],
             gathered=gathered,
         )
+
+
+def _over_a_pattern(groups: Iterable[Group], in_all: int, kept: Sequence[int]) -> int:
+    """Returns the most bytes that the forward pass of a loop over several blocks has kept at its end, 0
+    without such a loop. in_all: of all layers. kept: of each."""
+    most = done = 0
+    for blocks, repetitions in groups:
+        waiting = WAITING * sum(kept[done : done + len(blocks)])
+        done += len(blocks) * repetitions
+        if len(blocks) > 1 and repetitions > 1:
+            most = max(most, round(in_all * done / len(kept) + waiting))
+    return most
 
 
 def _work(stage: Stage, ops: Ops, tokens: int, stream: int, layer: int) -> int:
