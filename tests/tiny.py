@@ -171,7 +171,7 @@ class First(FirstState):
         (stage, infos, keys), home = kind
         made = lambda keys: self.optimizer.init_stage(init(stage, keys), infos)  # noqa: E731
         lowered = jax.jit(made, out_shardings=home).lower(keys)
-        key = f"{lowered.as_text()} {lowered.out_tree}"
+        key = f"{lowered.as_text()} {keys} {lowered.out_tree}"  # keys may go unused
         if key not in self.compiled:
             self.compiled[key] = lowered.compile()
         return self.compiled[key]
