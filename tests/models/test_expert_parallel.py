@@ -183,7 +183,7 @@ COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|
 
 def test_what_copies_move():
     """Tokens, their experts and their weights: no collective gathers or scatters any."""
-    kinds = set(COLLECTIVE.findall(compiled(str({"expert": 2}), copies=True).as_text()))
+    kinds = set(COLLECTIVE.findall(compiled(str(SHARDED), copies=True).as_text()))
     assert kinds == {"collective-permute", "all-reduce"}  # the latter for the counts
 
 
