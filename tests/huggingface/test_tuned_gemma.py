@@ -36,7 +36,7 @@ TEMPLATE = """\
 """
 SETTINGS = (
     *("train.steps=7", "train.rows=1", "data.sequence=128", "optim.learning_rate=1e-4"),
-    *("precision.compute=float32", "kernels.attention=xla", "evaluate.every=0", "evaluate.rows=4"),
+    *("precision.compute=float32", "kernels.attention=xla", "evaluate.every=0", "evaluate.rows=8"),
     *("checkpoint.every=0", "checkpoint.last=false", "metrics.tensorboard=false"),
 )
 

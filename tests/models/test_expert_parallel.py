@@ -146,7 +146,8 @@ def test_chunks_change_nothing(chunks):
 
 @slow_but_for(*FAST, mesh=dict(zip(map(str, MESHES), map(str, MESHES), strict=True)))
 def test_copies_change_nothing(mesh):
-    """In two parts where that is fast: each part has its copies, of which there are many over eight devices."""
+    """In one part but for the fast mesh: over eight devices each part has many copies, which take long to
+    compile. What parts change is tested on that mesh."""
     chunks = 2 if mesh in FAST else 1
     check(mesh, chunks=chunks, copies=True)
     if mesh in FAST:
