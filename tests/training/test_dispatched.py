@@ -70,6 +70,7 @@ def test_models_and_micro_batches(model, request, monkeypatch):
 @slow_but_for(
     "gradients, previous-(1, 2, 1)",
     "parameters, exact, inputs-(1, 1, 2)",
+    slow=("gradients, previous-(1, 2, 2)", "parameters, exact, inputs-(1, 2, 2)"),
     level=named("gradients, previous", "parameters, exact, inputs"),
     mesh=named((1, 2, 1), (1, 1, 2), (1, 2, 2)),
 )
