@@ -546,7 +546,7 @@ def test_a_turns_steps_count_once_warm(bench):
 
 @pytest.mark.slow(minutes=0.5)
 def test_kept_memory_is_measured_in_turns(tmp_path):
-    settings = ("model.layers=1", *small_data(tmp_path))
+    settings = ("model.layers=1", "evaluate.rows=0", *small_data(tmp_path))
     overrides = [word for text in settings for word in ("--set", text)]
     command = [sys.executable, str(ROOT / "scripts" / "bench" / "measure" / "kept_memory.py"), *overrides]
     command += ["--config", str(ROOT / "configs" / "quickstart.py"), "--turns", "1", "--steps", "5"]

@@ -28,8 +28,10 @@ OPTIONS = argparse.Namespace(tiles=False, warmup_seconds=0.0, timed_seconds=0.0)
 
 
 @pytest.fixture(autouse=True)
-def short_turns(bench, monkeypatch):
+def short_turns(bench, monkeypatch, workload):
     monkeypatch.setattr(bench("turns").take, "__kwdefaults__", {"turn_seconds": 0.01, "calls": 1})
+    for name in bench("measure.kernel").OPERATIONS:
+        monkeypatch.setattr(bench(f"measure.kernels.{name}"), "PACE", workload.Pace(0.0, 0.0, 0.01, 1))
 
 
 @pytest.fixture

@@ -68,15 +68,12 @@ CASES = {
     "mesh": (Config(**{**vars(SHAPE), "loop": "scan"}), (2, 2, 2)),
 }
 MORE = {
-    "windows": (windowed.Config(), (1, 1, 1)),
-    "scan": (Config(**{**vars(SHAPE), "loop": "scan"}), (1, 1, 1)),
     "normed_tied": (Config(**{**vars(SHAPE), "qk_norm": True, "tied_embeddings": True}), (1, 1, 1)),
     "windows_unrolled": (windowed.Config(loop="unroll"), (1, 1, 1)),
     "windows_mesh": (windowed.Config(), (2, 2, 2)),
     "pattern": (parallel_blocks.Config(), (1, 1, 1)),
     "pattern_unrolled": (parallel_blocks.Config(loop="unroll"), (1, 1, 1)),
     "unrolled_mesh": (SHAPE, (2, 2, 2)),
-    "tensor": (SHAPE, (1, 1, 2)),
 }
 
 

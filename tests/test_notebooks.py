@@ -118,8 +118,10 @@ def test_what_the_script_writes_names_no_folder(script, tmp_path):
 
 
 def shortened(source: str) -> str:
-    """Returns a cell; what trains for long does so for fewer steps, and is evaluated and saved as often, on
-    fewer rows; what is profiled is so sooner, and of fewer rows."""
+    """Returns a cell; what trains for long does so for fewer steps, and is evaluated and saved as often; all
+    is evaluated on fewer rows; what is profiled is so sooner, and of fewer rows."""
+    if "evaluate.rows=" not in source:
+        source = source.replace('"evaluate.every=0"', '"evaluate.every=0", "evaluate.rows=8"')
     if "profile.at=12" in source:
         source = source.replace('"profile.at=12"', '"profile.at=5", "train.rows=2"')
         return source.replace("train.steps=24", "train.steps=17")

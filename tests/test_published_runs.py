@@ -88,7 +88,6 @@ CASES = {
     "mistral": ("mistral", 8, ["mesh.fsdp=4", "mesh.tensor=2"]),
     "qwen2": ("qwen2", 8, ["mesh.fsdp=4", "mesh.tensor=2", "model.loop=unroll"]),
     "qwen3": ("qwen3", 1, ["optim.state=split_master", "model.loop=unroll"]),
-    "gemma3": ("gemma3", 1, []),
     "gemma3_mesh": ("gemma3", 8, ["mesh.fsdp=4", "mesh.tensor=2"]),
     "smollm_split": ("smollm", 8, ["mesh.fsdp=8", "optim.state=split_master"]),
     "qwen3_offloaded": (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from batches import ROWS, SEQUENCE, SOURCES, VOCABULARY, batch
 from jaxthru.build.step import names_in_block, objective_of
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import InlineStep, loss
-from jaxthru.engine.model import Model
+from jaxthru.engine.model import Model, init
 from jaxthru.engine.offload import OffloadConfig, offloaded_state
 from jaxthru.engine.programs import trace
 from jaxthru.engine.step import Step, TrainConfig, abstract_batch
@@ -22,7 +23,7 @@ from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import OptimConfig, Optimizer, make_schedule
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
-from jaxthru.training.state import abstract_state, sharded_init
+from jaxthru.training.state import FirstState, abstract_state
 
 SHAPE = ModelConfig(vocabulary=VOCABULARY, layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128)
 OPTIM = OptimConfig(learning_rate=1e-2)
@@ -74,9 +75,9 @@ class Tiny:
 
     def fresh(self) -> dict:
         """Returns a first state that a step may take over."""
-        state = first_state(
-            self.shape, self.step.optimizer.config, self.adapters, str(self.step.model.ops.compute)
-        )
+        optim = self.step.optimizer.config
+        kept = OptimConfig(name=optim.name, state=optim.state)  # all that a first state depends on
+        state = first_state(self.shape, kept, self.adapters, str(self.step.model.ops.compute))
         copied = lambda leaf, to: jax.device_put(np.array(leaf), to.sharding)  # noqa: E731
         return jax.tree.map(copied, state, self.abstract)
 
@@ -158,7 +159,22 @@ def first_state(
     compute = jnp.dtype(compute if adapters.on else "float32")  # a frozen base is kept in it
     model = bind(shape, Ops(layout, compute), "none", adapters)
     optimizer = Optimizer(optim, model.weights)
-    return sharded_init(model, optimizer, abstract_state(model, optimizer, layout), 0)
+    return First(model, optimizer, abstract_state(model, optimizer, layout))(0)
+
+
+class First(FirstState):
+    """What makes one device's first state. What shapes have in common, as embeddings, is compiled once."""
+
+    compiled: ClassVar[dict[str, jax.stages.Compiled]] = {}
+
+    def _compiled(self, kind: tuple) -> jax.stages.Compiled:
+        (stage, infos, keys), home = kind
+        made = lambda keys: self.optimizer.init_stage(init(stage, keys), infos)  # noqa: E731
+        lowered = jax.jit(made, out_shardings=home).lower(keys)
+        key = f"{lowered.as_text()} {keys} {lowered.out_tree}"  # keys may go unused
+        if key not in self.compiled:
+            self.compiled[key] = lowered.compile()
+        return self.compiled[key]
 
 
 def dispatched(whole: Tiny, config: OffloadConfig) -> tuple[DispatchedStep, dict]:

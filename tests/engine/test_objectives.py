@@ -24,7 +24,6 @@ from pallas_kernels.testing import assert_close
 MESHES = {
     "one": {},
     "one, unroll, 4 micro-batches": {"loop": "unroll", "microbatches": 4},
-    "data": {"mesh": (8, 1, 1)},
     "tensor": {"mesh": (1, 1, 2), "tied_embeddings": True},
     "cube": {"mesh": (2, 2, 2)},
     "cube, unroll, 2 micro-batches": {"mesh": (2, 2, 2), "loop": "unroll", "microbatches": 2, "groups": 4},

@@ -154,26 +154,30 @@ def test_the_update_is_adamw(shape, master):
         assert_close(found.scale, wanted.scale, 1e-6)
 
 
-@pytest.mark.parametrize("master", MASTERS)
 @pytest.mark.parametrize("name, rows", [("blocks", 5), ("head_dim", 50), ("odd", 2), ("one_a_row", 3)])
-def test_slabs_are_updated_as_the_whole_is(name, rows, master, bit_exact):
+def test_slabs_are_updated_as_the_whole_is(name, rows, bit_exact):
     """To the bit, whether slabs divide the rows or some are left; but for the bits that rounding draws.
 
     With powers of two products and quotients are exact, so that it does not matter which of them a compiler
     joins with a sum, or with each other, where one rounding takes the place of two.
     """
     shape, adam = CPU[name], Adam(0.5, 0.5, 1e-8, 0.125)
-    *given, scalars = arguments(np.random.default_rng(fresh_seed()), shape, master, dtype=jnp.bfloat16)
-    exact = (jnp.float32(x) for x in (2.0, 2.0**-7, 0.5, 0.25))
-    scalars = Scalars(*exact, scalars.finite)
-    by_slabs = jax.jit(lambda *given: xla.update(*given, adam, slab=rows * shape[-1]))
-    whole = jax.jit(lambda *given: reference.update(*given, adam))
-    found, expected = by_slabs(*given, scalars), whole(*given, scalars)
-    if master == "rounded":
-        # Both round one number up or down: a unit in the last place apart at the most.
-        assert_close(found[0].astype(jnp.float32), expected[0].astype(jnp.float32), 2.0**-7)
-        found, expected = found[1:], expected[1:]
-    assert_same(found, expected)
+    exact = Scalars(*(jnp.float32(x) for x in (2.0, 2.0**-7, 0.5, 0.25)), jnp.asarray(True))
+    random = np.random.default_rng(fresh_seed())
+    given = {master: arguments(random, shape, master, dtype=jnp.bfloat16)[:-1] for master in MASTERS}
+
+    def updated(update, **how):
+        """Returns what becomes of each, by one program."""
+        run = jax.jit(lambda given, exact: [update(*each, exact, adam, **how) for each in given])
+        return run([*given.values()], exact)
+
+    by_slabs, whole = updated(xla.update, slab=rows * shape[-1]), updated(reference.update)
+    for master, found, expected in zip(MASTERS, by_slabs, whole, strict=True):
+        if master == "rounded":
+            # Both round one number up or down: a unit in the last place apart at the most.
+            assert_close(found[0].astype(jnp.float32), expected[0].astype(jnp.float32), 2.0**-7)
+            found, expected = found[1:], expected[1:]
+        assert_same(found, expected)
 
 
 def test_each_slab_is_rounded_by_other_bits():

@@ -28,9 +28,11 @@ from jaxthru.runtime.sharding import Layout
 ROOT = Path(__file__).resolve().parent.parent.parent
 FAMILY = {
     "plain": {},
-    "tied": {"tied_embeddings": True},
-    "qk_norm": {"qk_norm": True},
-    "rope_scaling": {"rope_scaling": RopeScaling(factor=4.0, original_sequence=32)},
+    "varied": {
+        "tied_embeddings": True,
+        "qk_norm": True,
+        "rope_scaling": RopeScaling(factor=4.0, original_sequence=32),
+    },
 }
 
 

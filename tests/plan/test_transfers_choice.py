@@ -158,6 +158,17 @@ def small() -> configuration.RunConfig:
     )
 
 
+_compiled: dict[str, confirmed.Confirmed] = {}
+
+
+def compiled_once(asked, candidate, made, options, room, plain=confirmed.compile_candidate):
+    """Compiles a candidate as a start does, but the same one once for all starts of these tests."""
+    key = repr((candidate.config, room))
+    if key not in _compiled:
+        _compiled[key] = plain(asked, candidate, made, options, room)
+    return _compiled[key]
+
+
 @pytest.fixture
 def two_devices(monkeypatch):
     """Two devices on which copies are tried; returns what sets how many processes they are of."""
@@ -167,6 +178,7 @@ def two_devices(monkeypatch):
     monkeypatch.setattr(transfers_choice, "_is_like_measured", lambda config: True)
     monkeypatch.setattr(choices, "plain", lambda config: config)  # as on a GPU
     monkeypatch.setattr(choices, "room_here", lambda config: ROOM)
+    monkeypatch.setattr(confirmed, "compile_candidate", compiled_once)
     named = choices.device_name
 
     def processes(count: int) -> None:

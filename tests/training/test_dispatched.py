@@ -37,24 +37,23 @@ LEVELS = {
 
 
 FORMS = {  # each level once; a format with the same clip rule shares its whole step
-    "optimizer, exact": "float32",
-    "gradients, exact": "split_master_int8",
-    "gradients, previous": "split_master",
-    "parameters, exact, inputs": "float32",
-    "parameters, previous, names": "split_master",
-    "activations alone": "split_master_int8",
+    "optimizer, exact": ("float32", "attention"),
+    "gradients, exact": ("split_master_int8", "attention"),
+    "gradients, previous": ("split_master", "gate"),
+    "parameters, exact, inputs": ("float32", "attention"),
+    "parameters, previous, names": ("split_master", "gate"),
+    "activations alone": ("split_master_int8", "attention"),
 }
 
 
-@pytest.mark.parametrize(("level", "state"), FORMS.items())
-def test_as_the_whole_step(level, state):
-    config, settings = LEVELS[level]
-    as_the_whole(config, loop="unroll", remat="attention", optim=optim(state=state, **settings))
+@pytest.mark.parametrize("level", FORMS)
+def test_as_the_whole_step(level):
+    (config, settings), (state, remat) = LEVELS[level], FORMS[level]
+    as_the_whole(config, loop="unroll", remat=remat, optim=optim(state=state, **settings))
 
 
 MODELS = {
     "full, two micro-batches, tied": {"remat": "full", "microbatches": 2, "tied_embeddings": True},
-    "gate, tied": {"remat": "gate", "tied_embeddings": True},
     "projections, four micro-batches": {"remat": "projections", "microbatches": 4},
     "attention, fp8": {"remat": "attention", "float8": True},
 }
@@ -71,6 +70,7 @@ def test_models_and_micro_batches(model, request, monkeypatch):
 @slow_but_for(
     "gradients, previous-(1, 2, 1)",
     "parameters, exact, inputs-(1, 1, 2)",
+    slow=("gradients, previous-(1, 2, 2)", "parameters, exact, inputs-(1, 2, 2)"),
     level=named("gradients, previous", "parameters, exact, inputs"),
     mesh=named((1, 2, 1), (1, 1, 2), (1, 2, 2)),
 )

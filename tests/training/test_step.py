@@ -103,9 +103,7 @@ def test_matrices_are_told_from_norms_and_linear_maps_have_two_sides(loop):
 @pytest.mark.parametrize(
     ("microbatches", "groups", "shape"),
     [
-        (2, 4, {"loop": "scan"}),
         (8, 2, {"loop": "scan"}),
-        (2, 4, {"loop": "unroll", "tied_embeddings": True}),
         (2, 4, {"loop": "unroll", "mesh": (1, 2, 2)}),
         (2, 4, {"loop": "unroll", "mesh": (2, 2, 1), "tied_embeddings": True}),
         (2, 4, {"loop": "scan", "mesh": (1, 2, 2)}),

@@ -23,7 +23,7 @@ with Watchdog(factor=5.0, at_least=1.0, first=float(sys.argv[1])) as watchdog:
         time.sleep(0.02)
         watchdog.beat()
     with watchdog.paused():
-        time.sleep(1.5)
+        time.sleep(float(sys.argv[3]))
     {then}
 print("finished", flush=True)
 """
@@ -32,14 +32,15 @@ print("finished", flush=True)
 NO_TIMERS = "watchdog.PosixTimer = lambda *_: open('/nowhere')"
 
 
-def run(then, first=60.0, steps=6, before=""):
+def run(then, first=60.0, steps=6, before="", pause=0.0):
+    """pause: seconds before `then`; more than one are over the limit of a step."""
     program = STEPS.replace("{then}", then).replace("{before}", before)
-    command = [sys.executable, "-c", program, str(first), str(steps)]
+    command = [sys.executable, "-c", program, str(first), str(steps), str(pause)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_a_hanging_step_ends_the_process_with_all_stacks():
-    ran = run("hanging_collective()")
+    ran = run("hanging_collective()", pause=1.5)
     assert ran.returncode == 70
     first, *stacks = ran.stderr.splitlines()
     assert first.startswith("watchdog: no step has finished for")
@@ -74,7 +75,7 @@ def test_without_timers_faulthandler_ends_it():
 def test_a_call_that_keeps_the_lock_may_take_its_time_in_a_pause():
     """So much that an end that was not put off for it would have come."""
     then = "with watchdog.paused(): " + KEEPING_THE_LOCK.format(seconds=7)
-    ran = run(then)
+    ran = run(then, pause=1.5)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "finished\n", "")
 
 
@@ -84,12 +85,12 @@ def test_a_forked_child_ends():
 
 
 def test_a_pause_and_an_end_are_no_hang():
-    ran = run("pass")
+    ran = run("pass", pause=1.5)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "finished\n", "")
 
 
 def test_the_first_steps_have_a_limit_of_their_own():
-    assert run("time.sleep(1.0)", first=60.0, steps=2).returncode == 0
+    assert run("time.sleep(1.5)", first=60.0, steps=2).returncode == 0
     ran = run("hanging_collective()", first=0.2, steps=0)
     assert ran.returncode == 70
     assert "none has yet" in ran.stderr

@@ -147,8 +147,8 @@ class Trainers:
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_batches_are_the_same_whoever_is_killed(prepared, count):
-    """Over 1,000 requests."""
-    trainers = Trainers(prepared, count, steps=1000 // count)
+    """Over 1,000 requests, or 500 of one trainer, which is the slowest to come back."""
+    trainers = Trainers(prepared, count, steps=min(500, 1000 // count))
     trainers.run()
     assert trainers.kills >= 4
     config, keys = prepared

@@ -224,7 +224,7 @@ def test_who_waits_for_closed_workers_is_told(source, tokenizer):
 
 def test_no_task_is_too_large_for_a_worker_that_is_busy(tmp_path, tokenizer):
     """Who asks does not wait, whose lock others need: those who wait for tokens, or want to close."""
-    ids = write_store(tmp_path / "s", tokenizer, ["a"] * 100_000)
+    ids = write_store(tmp_path / "s", tokenizer, ["a"] * 40_000)
     split = text_store.TextStore(tmp_path / "s").train
     with TokenWorkers(1, ("books",), tokenizer.path) as workers:
         workers.request("books", split, np.array([0])).result()
