@@ -15,8 +15,8 @@ import pytest
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 # Tests compile much and compute little. Without optimisation, and with the emitters that make no MLIR context
-# for each fusion, compiling takes a quarter of the time; a sixth less in one piece, for cores to share out
-# what they compile as they share out the tests.
+# for each fusion, compiling takes a quarter of the time; in one piece a sixth less than that, because the
+# other cores are busy with other tests.
 UNOPTIMISED = (
     "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     " --xla_cpu_parallel_codegen_split_count=1"

@@ -119,13 +119,15 @@ def test_whatever_ends_a_run_the_same_command_goes_on(place):
 def test_a_straggler_is_named(place):
     """Means travel with the beats, every two seconds: a run of a few quick steps may end before one has."""
     processes = place.start_job("straggler", 2, **ENDLESS)
-    place.wait_for_step(processes[0], "straggler", 1)
-    deadline = time.monotonic() + 60
-    while (row := place.metrics("straggler")[-1])["slowest_process"] is None:
-        assert time.monotonic() < deadline and processes[0].poll() is None
-        time.sleep(0.05)
+    try:
+        place.wait_for_step(processes[0], "straggler", 1)
+        deadline = time.monotonic() + 60
+        while (row := place.metrics("straggler")[-1])["slowest_process"] is None:
+            assert time.monotonic() < deadline and processes[0].poll() is None
+            time.sleep(0.05)
+    finally:
+        told_to_stop(place, processes, 0)
     assert row["slowest_process"] in (0, 1) and row["slowest_process_seconds"] > 0
-    told_to_stop(place, processes, 0)
 
 
 def test_a_killed_run_goes_on_from_its_hosts_own_disks(place):

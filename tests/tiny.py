@@ -12,7 +12,7 @@ from batches import ROWS, SEQUENCE, SOURCES, VOCABULARY, batch
 from jaxthru.build.step import names_in_block, objective_of
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.inline import InlineStep, loss
-from jaxthru.engine.model import Model, init
+from jaxthru.engine.model import Model
 from jaxthru.engine.offload import OffloadConfig, offloaded_state
 from jaxthru.engine.programs import trace
 from jaxthru.engine.step import Step, TrainConfig, abstract_batch
@@ -23,7 +23,7 @@ from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import OptimConfig, Optimizer, make_schedule
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
-from jaxthru.training.state import FirstState, abstract_state
+from jaxthru.training.state import FirstState, _made, abstract_state
 
 SHAPE = ModelConfig(vocabulary=VOCABULARY, layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128)
 OPTIM = OptimConfig(learning_rate=1e-2)
@@ -165,16 +165,15 @@ def first_state(
 class First(FirstState):
     """What makes one device's first state. What shapes have in common, as embeddings, is compiled once."""
 
-    compiled: ClassVar[dict[str, jax.stages.Compiled]] = {}
+    programs: ClassVar[dict[str, jax.stages.Compiled]] = {}
 
     def _compiled(self, kind: tuple) -> jax.stages.Compiled:
         (stage, infos, keys), home = kind
-        made = lambda keys: self.optimizer.init_stage(init(stage, keys), infos)  # noqa: E731
-        lowered = jax.jit(made, out_shardings=home).lower(keys)
+        lowered = jax.jit(_made(self.optimizer, stage, infos), out_shardings=home).lower(keys)
         key = f"{lowered.as_text()} {keys} {lowered.out_tree}"  # keys may go unused
-        if key not in self.compiled:
-            self.compiled[key] = lowered.compile()
-        return self.compiled[key]
+        if key not in self.programs:
+            self.programs[key] = lowered.compile()
+        return self.programs[key]
 
 
 def dispatched(whole: Tiny, config: OffloadConfig) -> tuple[DispatchedStep, dict]:

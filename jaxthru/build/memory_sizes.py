@@ -148,9 +148,9 @@ class Sizes:
     (where layers are unrolled), of all, and of embedding and head, as the state is split. table: of the
     larger of these. whole: of that, gathered over `fsdp`. item: bytes of a number in the compute dtype.
     stream: bytes of a block's input. kept: of what all blocks keep. at_once: of what one block's backward
-    pass has. first: the same of the block that it begins with, beside `kept`. logits: of those of a chunk.
-    forward: of what is kept at the end of a loop's forward pass over a pattern of several blocks, with what
-    waits for its stacks. gathered: of a layer's weights as matmuls take them, where that is not as they are
+    pass has. first: the same of the block that it begins with, beside `kept`. forward: of what is kept at the
+    end of a loop's forward pass over a pattern of several blocks, with what waits for its stacks. logits: of
+    those of a chunk. gathered: of a layer's weights as matmuls take them, where that is not as they are
     stored."""
 
     layer: int
@@ -226,21 +226,23 @@ class Sizes:
             at_once=at_once,
             # A stack stays whole, and its slices are copies.
             first=at_once if stacked is not None else max(at_once - max(kept), 0),
-            forward=_over_a_pattern(chain.groups, in_all, kept) if stacked is not None else 0,
+            forward=_over_a_pattern(chain.groups, in_all, kept, stream) if stacked is not None else 0,
             logits=4 * LOSS_CHUNK * dims["vocab"],
             gathered=gathered,
         )
 
 
-def _over_a_pattern(groups: Iterable[Group], in_all: int, kept: Sequence[int]) -> int:
-    """Returns the most bytes that the forward pass of a loop over several blocks has kept at its end, 0
-    without such a loop. in_all: of all layers. kept: of each."""
+def _over_a_pattern(groups: Iterable[Group], in_all: int, kept: Sequence[int], stream: int) -> int:
+    """Returns the most bytes that the forward pass of a loop over several blocks has kept at its end, with
+    what waits for its stacks; 0 without such a loop. in_all: of all layers. kept: of each, beside its input,
+    the stream."""
     most = done = 0
+    share = in_all / sum(each + stream for each in kept)
     for blocks, repetitions in groups:
         waiting = WAITING * sum(kept[done : done + len(blocks)])
         done += len(blocks) * repetitions
         if len(blocks) > 1 and repetitions > 1:
-            most = max(most, round(in_all * done / len(kept) + waiting))
+            most = max(most, round(share * sum(each + stream for each in kept[:done]) + waiting))
     return most
 
 

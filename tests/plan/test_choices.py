@@ -163,12 +163,14 @@ def test_what_does_not_fit_as_compiled_makes_room_for_the_next(small, monkeypatc
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_as_compiled_the_run_is_refused(small, monkeypatch):
+def test_where_nothing_fits_as_compiled_the_run_is_refused(small, monkeypatch, caplog):
+    caplog.set_level("INFO", "jaxthru")
     config, data = small
-    config = choices.replaced(config, {"model.loop": "scan"})  # so that there are fewer to compile
+    config = choices.replaced(config, {"remat.policy": "full"})  # in a loop, and offloaded
     monkeypatch.setattr(confirmed.Sizes, "of", staticmethod(lambda stats: confirmed.Sizes(0, 0, 2 * GIB)))
     with pytest.raises(InputError, match="nothing fits"):
         built((config, data))
+    assert "too much" in caplog.text and "as compiled it does not fit" in caplog.text
 
 
 def test_what_arithmetic_alone_finds_too_large_is_compiled_before_it_is_refused(small, monkeypatch):

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import errno
 import fnmatch
 import functools
 import glob
@@ -20,6 +21,7 @@ from jaxthru.data.sources.recipes import Recipe
 from jaxthru.runtime.atomic import write_atomically
 from jaxthru.runtime.errors import InputError, require
 
+NO_FILE = errno.ENOENT, errno.ENOTDIR, errno.ELOOP
 SITE_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
@@ -48,8 +50,10 @@ class HashCache:
         changed; None where there is no file. Raises OSError for one that cannot be read."""
         try:
             status = os.stat(path)  # noqa: PTH116 (of thousands, each time a run starts: a Path takes thrice as long)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        except OSError as error:
+            if error.errno in NO_FILE:
+                return None
+            raise
         if not stat.S_ISREG(status.st_mode):
             return None
         known = self.known.get(path)
@@ -128,12 +132,13 @@ def _stdlib() -> dict[str, str]:
 
 @functools.cache
 def _package(name: str) -> dict[str, str]:
-    """Returns {path: its part below the folder on sys.path} of all files of an installed distribution."""
+    """Returns {path: its part below the folder on sys.path} of all files that an installed distribution
+    lists, be they there or not."""
     try:
         distribution = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError):  # that is no name
         return {}
-    if (record := distribution.read_text("RECORD")) is not None:  # `files` would look for each of them
+    if record := distribution.read_text("RECORD"):  # `files` would look for each of them
         names = (row[0] for row in csv.reader(record.splitlines()) if row)
         root = str(distribution.locate_file(""))
         return {os.path.join(root, name): f"/{name}" for name in names if not name.endswith(".pyc")}  # noqa: PTH118

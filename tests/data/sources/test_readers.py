@@ -213,7 +213,9 @@ def test_every_file_is_hashed_once(tmp_path, monkeypatch):
     monkeypatch.undo()
     path.write_text("two and more")
     assert again.file(str(path)).digest != first.digest
-    for none in (tmp_path, tmp_path / "b.txt", path / "c.txt"):
+    loop = tmp_path / "loop.txt"
+    loop.symlink_to(loop)
+    for none in (tmp_path, tmp_path / "b.txt", path / "c.txt", loop):
         assert again.file(str(none)) is None
 
 
@@ -258,3 +260,15 @@ def test_of_a_package_s_files_those_that_are_there_are_taken(tmp_path, monkeypat
     monkeypatch.syspath_prepend(str(tmp_path))
     found = collect("test", Recipe.of(packages=("some-package",)), HashCache(tmp_path / "none.json"), set())
     assert {file.path for file in found} == {tmp_path / "some" / "a.txt", tmp_path / "some" / "b, c.txt"}
+
+
+def test_of_a_package_without_a_list_its_module_s_files_are_taken(tmp_path, monkeypatch):
+    about = tmp_path / "bare_package-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: bare-package\nVersion: 1\n")
+    (about / "RECORD").write_text("")
+    (tmp_path / "bare_package").mkdir()
+    (tmp_path / "bare_package" / "__init__.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = collect("test", Recipe.of(packages=("bare-package",)), HashCache(tmp_path / "none.json"), set())
+    assert [file.path for file in found] == [tmp_path / "bare_package" / "__init__.py"]
