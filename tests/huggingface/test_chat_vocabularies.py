@@ -23,7 +23,7 @@ from jaxthru.data.store.tokenizer import Tokenizer
 
 absent = vocabularies.missing()
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow(minutes=0.04),
     pytest.mark.skipif(
         bool(absent), reason=f"needs {', '.join(absent)}: see tests/huggingface/vocabularies.py"
     ),

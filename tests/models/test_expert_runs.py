@@ -6,7 +6,7 @@ import shutil
 import pytest
 from runs import SETTINGS, make_workplace, resumed_from
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(minutes=0.1)
 
 STEPS, SAVED, PROFILED, LAYERS, EXPERTS = 10, 5, 4, 2, 4
 MIXTURE = {

@@ -30,7 +30,7 @@ def losses(steps: int = 2, float8: bool = True, offload: OffloadConfig | None = 
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.3)
 def test_a_small_mixture_learns_as_well():
     plain, float8 = losses(40, float8=False), losses(40)
     assert np.mean(plain[-8:]) < plain[0] - 1 and float8 != plain

@@ -28,7 +28,7 @@ SLOW = (
 these: other loops, micro-batches, meshes, levels of offload and what is recomputed."""
 
 
-@slow_but_for(*FAST, slow=SLOW, case=named(*CASES))
+@slow_but_for(*FAST, slow=SLOW, minutes=0.12, case=named(*CASES))
 def test_numbers_are_those_recorded(case):
     tolerances = TOLERANCES[precision(words_of(case))]
     with np.load(KEPT) as file:

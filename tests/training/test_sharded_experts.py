@@ -51,7 +51,7 @@ def trained(mesh: tuple[int, ...] = (1, 1, 1, 1), **settings) -> tuple[list[floa
     return losses, jax.device_get(state["params"])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.1)
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_every_mesh_gives_the_losses_and_gradients_of_one_device(mesh):
     (terms, found), (of_one, alone) = gradients(mesh), gradients()

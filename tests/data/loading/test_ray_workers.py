@@ -382,7 +382,7 @@ def gone(pids: list[int] | list[str], seconds: float = 20) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.3)
 def test_batches_are_those_of_processes_whatever_dies(mix, tmp_path, monkeypatch, descendants):
     """For one, two and four that train, of which each has its rows."""
     pytest.importorskip("ray")
@@ -435,7 +435,7 @@ workers.request("hanging", text_store.TextStore(folder / "s").train, np.array([0
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.3)
 def test_nothing_is_left_of_a_run_that_is_killed(tmp_path, tokenizer, descendants):
     """Not even of an actor that hangs."""
     pytest.importorskip("ray")
@@ -456,7 +456,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path, tokenizer, descendant
     assert len(left) >= 5 and gone(left)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.3)
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # Ray's cluster forks where JAX has threads
 def test_actors_of_a_named_cluster_leave_the_cores_beside_gpus_alone(tmp_path, tokenizer, monkeypatch):
     """One that dies with its node is had on another, and a text that ends its actor is named."""
