@@ -80,6 +80,18 @@ def test_an_empty_file_costs_nothing_but_itself(folder, kind, suffix):
         )
 
 
+def test_a_parquet_file_with_a_damaged_name_of_a_column_is_damaged(folder):
+    path, pyarrow = folder / "a.parquet", pytest.importorskip("pyarrow")
+    table = pyarrow.table({"text": ["whole"], "another": ["x"]})
+    pytest.importorskip("pyarrow.parquet").write_table(table, path, store_schema=False)
+    content = path.read_bytes()
+    assert b"another" in content
+    path.write_bytes(content.replace(b"another", b"\xf4nother"))
+    texts, [damage] = items(folder, format="parquet")
+    assert not texts and damage.position == "whole file"
+    assert damage.reason == "the name of a column is not UTF-8"
+
+
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_huge_document_is_one_document(folder, kind):
     huge = "é𝕌 x" * 400_000

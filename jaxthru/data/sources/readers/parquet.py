@@ -46,6 +46,8 @@ def read(files: list[File], options: Options) -> Iterator[Document | Damage]:
                     row = rows.stop
         except (pyarrow.ArrowException, OSError) as error:
             yield whole.damage(_reason(error))
+        except UnicodeDecodeError:  # of the values each says so for its row
+            yield whole.damage("the name of a column is not UTF-8")
 
 
 def _records(
