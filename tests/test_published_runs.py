@@ -115,7 +115,7 @@ def published(site):
     return of
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.slow(minutes=0.12)
 @pytest.mark.parametrize("case", CASES)
 def test_untrained_weights_come_back_from_any_mesh_and_state(site, published, case):
     name, devices, settings = CASES[case]

@@ -233,7 +233,7 @@ def _resident(made: Assembled, sizes: Sizes, compiled: MemoryPlan | None) -> Mem
     else:
         last = of_layers + 4 * sizes.tables
     moments = (
-        {"activations": sizes.forward + (sizes.forward > 0) * weights, "gradients": sums},
+        {"activations": sizes.forward + weights, "gradients": sums},
         {
             "activations": sizes.kept,
             "loss": sizes.item * sizes.whole + sizes.logits,

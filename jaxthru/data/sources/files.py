@@ -49,7 +49,7 @@ class HashCache:
         """Returns the file of a path with its hash, which is read from the disk only when the file has
         changed; None where there is no file. Raises OSError for one that cannot be read."""
         try:
-            status = os.stat(path)  # noqa: PTH116 (of thousands, each time a run starts: a Path takes thrice as long)
+            status = os.stat(path)  # noqa: PTH116 (of thousands at each start: a Path takes longer)
         except OSError as error:
             if error.errno in NO_FILE:
                 return None

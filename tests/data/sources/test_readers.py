@@ -1,6 +1,7 @@
 import gzip
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -248,27 +249,27 @@ def test_packages_are_found_by_their_names_and_absent_ones_skipped(tmp_path):
     assert Path(np.__file__) in {file.path for file in found}
 
 
+def found_of_package(folder: Path, monkeypatch, name: str, there: Iterable[str], record: str) -> set[str]:
+    """Installs a package with these files of different contents, of which its list is `record`; returns those
+    that a source of it has, below its folder."""
+    about = folder / f"{name}-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (about / "RECORD").write_text(record)
+    (folder / name).mkdir()
+    for file in there:
+        (folder / name / file).write_text(f"{file!r}\n")
+    monkeypatch.syspath_prepend(str(folder))
+    found = collect("test", Recipe.of(packages=(name,)), HashCache(folder / "none.json"), set())
+    return {str(file.path.relative_to(folder / name)) for file in found}
+
+
 def test_of_a_package_s_files_those_that_are_there_are_taken(tmp_path, monkeypatch):
     """Of an installation without compiled files, by its list: with quoted names, and one that is gone."""
-    about = tmp_path / "some_package-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: some-package\nVersion: 1\n")
-    (about / "RECORD").write_text('some/a.txt,,\n"some/b, c.txt",,\nsome/gone.txt,,\nsome/a.pyc,,\n\n')
-    (tmp_path / "some").mkdir()
-    for name in ("a.txt", "b, c.txt", "a.pyc", "unlisted.txt"):
-        (tmp_path / "some" / name).write_text(name)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    found = collect("test", Recipe.of(packages=("some-package",)), HashCache(tmp_path / "none.json"), set())
-    assert {file.path for file in found} == {tmp_path / "some" / "a.txt", tmp_path / "some" / "b, c.txt"}
+    there = "a.txt", "b, c.txt", "a.pyc", "unlisted.txt"
+    record = 'some/a.txt,,\n"some/b, c.txt",,\nsome/gone.txt,,\nsome/a.pyc,,\n\n'
+    assert found_of_package(tmp_path, monkeypatch, "some", there, record) == {"a.txt", "b, c.txt"}
 
 
 def test_of_a_package_without_a_list_its_module_s_files_are_taken(tmp_path, monkeypatch):
-    about = tmp_path / "bare_package-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: bare-package\nVersion: 1\n")
-    (about / "RECORD").write_text("")
-    (tmp_path / "bare_package").mkdir()
-    (tmp_path / "bare_package" / "__init__.py").write_text("x = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    found = collect("test", Recipe.of(packages=("bare-package",)), HashCache(tmp_path / "none.json"), set())
-    assert [file.path for file in found] == [tmp_path / "bare_package" / "__init__.py"]
+    assert found_of_package(tmp_path, monkeypatch, "bare", ["__init__.py"], "") == {"__init__.py"}
