@@ -9,10 +9,11 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from jaxthru.runtime import termination
+from jaxthru.runtime import garbage, termination
 
 if __name__ == "__main__":  # before what takes seconds to import
     termination.handle()
+    garbage.collect_seldom()
 
 from jaxthru import config as configuration
 from jaxthru.build import choices, pinned_host
@@ -31,7 +32,7 @@ from jaxthru.engine.offload import in_place
 from jaxthru.engine.step import State
 from jaxthru.profile.collect.trace import open_profile
 from jaxthru.profile.show.publish import present
-from jaxthru.runtime import allocator, command_line, distributed, exit_codes, garbage, peers, xla
+from jaxthru.runtime import allocator, command_line, distributed, exit_codes, peers, warm_up, xla
 from jaxthru.runtime.errors import exit_code, leave
 from jaxthru.runtime.stop_signal import StopSignal
 from jaxthru.training import local_tier
@@ -215,13 +216,13 @@ def _prepare_and_train(
         newest = newest_step(directory.checkpoints)
         if (newest or 0) >= config.train.steps:
             log.info("%s is complete", directory.where)
-            if distributed.is_primary():
-                final_table(directory)
+            final_table(directory)
             return directory, exit_codes.FINISHED
         local = local_tier.located(directory.path, config.checkpoint.local)
     begun = keys_of_run(directory, local) if directory else None
     begun_with, chosen = recorded(directory)
     asked, chosen = choices.reopened(config), (*choices.of_file(config), *chosen)
+    warm_up.warm_up()
     config = choices.resolve(asked, begun_with, chosen)
     for line in config.model.warnings:
         log.warning("%s", line)
@@ -266,8 +267,7 @@ def _prepare_and_train(
             base.settle()
         code = train(built, directory, checkpointer, started, times)
     log.debug("compiled %d programs, %d from the cache", *xla.compilations())
-    if distributed.is_primary():
-        final_table(directory)
+    final_table(directory)
     return directory, code
 
 
@@ -282,9 +282,8 @@ def parse_arguments(argv: list[str] | None = None, prog: str = PROG) -> argparse
     parser.add_argument("--run-dir", metavar="DIR", help="default: a fresh runs/<config>/<n>")
     resume = "auto continues what DIR holds; never refuses a DIR that holds a run"
     parser.add_argument("--resume", choices=("auto", "never"), default="auto", help=resume)
-    parser.add_argument(
-        "--verbose", action="store_true", help="log details, such as how many programs were compiled"
-    )
+    verbose = "log details, such as how many programs were compiled"
+    parser.add_argument("--verbose", action="store_true", help=verbose)
     return parser.parse_args(argv)
 
 

@@ -127,7 +127,10 @@ def clock(seconds: float) -> str:
 
 
 def final_table(run: RunDirectory, console: rich.console.Console | None = None) -> None:
-    """Prints what came of a run, all from the files in its directory, and how to look at it and resume it."""
+    """Prints what came of a run, all from the files in its directory, and how to look at it and resume it; in
+    the first process alone."""
+    if not is_primary():
+        return
     console = console or rich.console.Console()
     table = rich.table.Table(show_header=False)
     for name, value in summary(run):
