@@ -17,10 +17,13 @@ import jax.numpy as jnp
 from pallas_kernels.dot import dot
 from pallas_kernels.varying import vary_alike
 
-# A chunk's logits take at most this much. Each chunk reads and writes the matrix's whole float32 gradient,
-# which makes large chunks cheap: 8 of 2,048 tokens for 16,384 tokens and a vocabulary of 128,256 in bfloat16.
-# Their gradient takes as much again: XLA does not write it over them. triton.py does.
-LOGITS_BYTES = 512 << 20
+# A chunk's logits take at most this much. Each chunk but the first reads and writes the matrix's whole
+# float32 gradient, which makes large chunks cheap: 5 of up to 3,328 tokens for 16,384 tokens and a vocabulary
+# of 128,256 in bfloat16. Their gradient takes as much again: XLA does not write it over them. triton.py does,
+# and needs less than 1 GiB in all there.
+LOGITS_BYTES = 832 << 20
+WEIGHTED_BYTES = 512 << 20
+"""The same where only some tokens count: the last chunk of those costs what a whole one does."""
 
 TILE = 128  # a chunk is a multiple of what matrix units take at once
 
@@ -85,10 +88,11 @@ def linear_cross_entropy(
     return objective, losses_N.reshape(B, T), log_z_N.reshape(B, T)
 
 
-def chunk_length(tokens: int, vocabulary: int, itemsize: int) -> int:
-    """Returns C: all tokens if they fit, else a multiple of TILE that leaves few places of the last chunk
-    empty. itemsize: bytes of a logit."""
-    most = max(LOGITS_BYTES // (vocabulary * itemsize) // TILE, 1) * TILE
+def chunk_length(tokens: int, vocabulary: int, itemsize: int, weighted_only: bool = False) -> int:
+    """Returns C: all tokens if they fit, else a multiple of TILE by which few tokens are left over, or few
+    places of the last chunk empty. itemsize: bytes of a logit."""
+    size = min(LOGITS_BYTES, WEIGHTED_BYTES) if weighted_only else LOGITS_BYTES
+    most = max(size // (vocabulary * itemsize) // TILE, 1) * TILE
     if tokens <= most:
         return tokens
     chunks = -(-tokens // most)
@@ -105,9 +109,9 @@ def _losses(
         hidden_CD, targets_C, _ = chunk
         return None, _losses_of(dot(hidden_CD, matrix, 1, d_dim), targets_C, axis_name)[:2]
 
-    C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize)
+    C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize, weighted_only)
     over = _over_weighted if weighted_only else _over_all
-    _, (losses_N, log_z_N) = over(one_chunk, None, C, hidden_ND, targets_N, weights_N)
+    _, (losses_N, log_z_N) = over(one_chunk, C, hidden_ND, targets_N, weights_N)
     return _objective(losses_N, log_z_N, weights_N, z_loss), losses_N, log_z_N
 
 
@@ -123,29 +127,50 @@ def _forward(
         )
         d_hidden_CD = dot(d_logits_CV, matrix, 1, 1 - d_dim)
         pair = (hidden_CD, d_logits_CV) if d_dim == 0 else (d_logits_CV, hidden_CD)
+        d_matrix_C = dot(*pair, 0, 0, jnp.float32)
         # The sum in float32, in the form of a matmul that adds to its output in place.
-        d_matrix = d_matrix + dot(*pair, 0, 0, jnp.float32)
+        d_matrix = d_matrix_C if d_matrix is None else d_matrix + d_matrix_C
         return d_matrix, (losses_C, log_z_C, d_hidden_CD)
 
-    C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize)
+    C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize, weighted_only)
     nothing = jnp.zeros_like(matrix, dtype=jnp.float32)
-    over = _over_weighted if weighted_only else _over_all
-    d_matrix, (losses_N, log_z_N, d_hidden_ND) = over(one_chunk, nothing, C, hidden_ND, targets_N, weights_N)
+    over = functools.partial(_over_weighted, total=nothing) if weighted_only else _over_all
+    d_matrix, (losses_N, log_z_N, d_hidden_ND) = over(one_chunk, C, hidden_ND, targets_N, weights_N)
     objective = _objective(losses_N, log_z_N, weights_N, z_loss)
     return (objective, losses_N, log_z_N), (d_hidden_ND, d_matrix.astype(stored))
 
 
-def _over_all(one_chunk, total, C: int, hidden_ND, targets_N, weights_N):
+def _over_all(one_chunk, C: int, *arrays):
     """Returns the total over all chunks, and what is made of each token, [N, ...].
 
-    one_chunk: (total so far, (hidden [C, D], targets [C], weights [C])) -> (total, arrays [C, ...]).
+    one_chunk: (total so far, (hidden [C, D], targets [C], weights [C])) -> (total, arrays [C, ...]). The
+    first chunk, of what other chunks leave over, has None for a total: so nothing is cleared, and read again.
     """
-    total, parts = jax.lax.scan(one_chunk, total, _split(C, hidden_ND, targets_N, weights_N))
-    return total, _join(parts, len(targets_N))
+    N = len(arrays[0])
+    others = -(-N // C) - 1
+    first = N - others * C
+
+    def step(chunk, state):
+        total, parts = state
+        begin = first + chunk * C
+        total, made = one_chunk(total, [jax.lax.dynamic_slice_in_dim(x, begin, C) for x in arrays])
+        return total, _put(parts, made, begin)
+
+    total, made = one_chunk(None, [x[:first] for x in arrays])
+    if not others:
+        return total, made
+    parts = [jnp.pad(x, [(0, N - first)] + [(0, 0)] * (x.ndim - 1)) for x in made]
+    return jax.lax.fori_loop(0, others, step, (total, parts))
 
 
-def _over_weighted(one_chunk, total, C: int, hidden_ND, targets_N, weights_N):
-    """Returns the same over the tokens alone whose weight is not 0; of the others zeros.
+def _put(parts, made, begin):
+    """Returns the arrays [N, ...] with a chunk's, [C, ...], from `begin` on."""
+    return [jax.lax.dynamic_update_slice_in_dim(*pair, begin, 0) for pair in zip(parts, made, strict=True)]
+
+
+def _over_weighted(one_chunk, C: int, hidden_ND, targets_N, weights_N, total=None):
+    """Returns the same over the tokens alone whose weight is not 0; of the others zeros. total: before the
+    first chunk, for there may be none.
 
     They are brought together, and the loop ends with their last chunk: how many there are is known only when
     it runs, and each device of a mesh has a count of its own. Those that share a vocabulary have the same
@@ -171,12 +196,11 @@ def _over_weighted(one_chunk, total, C: int, hidden_ND, targets_N, weights_N):
     def step(chunk, state):
         total, parts = state
         total, made = one_chunk(total, chunk_at(chunk * C))
-        put = lambda part, some: jax.lax.dynamic_update_slice_in_dim(part, some, chunk * C, 0)  # noqa: E731
-        return total, jax.tree.map(put, parts, made)
+        return total, _put(parts, made, chunk * C)
 
     # A trace, because shapes alone do not say over which mesh axes a result varies.
     made = jax.make_jaxpr(lambda total: one_chunk(total, chunk_at(0))[1])(total).out_avals
-    total, parts = jax.lax.fori_loop(0, chunks, step, (total, tuple(map(empty, made))))
+    total, parts = jax.lax.fori_loop(0, chunks, step, (total, list(map(empty, made))))
     place_N = jnp.maximum(jnp.cumsum(counts_N) - 1, 0)  # where each was brought
 
     def by_token(part):
@@ -216,17 +240,3 @@ def _chosen(logits_CV, targets_C):
 
 def _objective(losses_N, log_z_N, weights_N, z_loss):
     return jnp.sum(weights_N * (losses_N + z_loss * jnp.square(log_z_N)))
-
-
-def _split(C: int, *arrays):
-    """Returns each array [N, ...] as [P, C, ...], the last chunk filled up with zeros."""
-    P = -(-len(arrays[0]) // C)
-    fill = P * C - len(arrays[0])
-    return tuple(
-        jnp.pad(x, [(0, fill)] + [(0, 0)] * (x.ndim - 1)).reshape(P, C, *x.shape[1:]) for x in arrays
-    )
-
-
-def _join(parts, N: int):
-    """Returns each array [P, C, ...] as [N, ...]."""
-    return tuple(x.reshape(-1, *x.shape[2:])[:N] for x in parts)

@@ -146,7 +146,7 @@ def test_the_loop_ends_with_the_weighted_tokens(small_chunks):
 
 @pytest.mark.parametrize("weighted_only", [False, True])
 def test_a_frozen_matrix_costs_no_product(weighted_only, small_chunks):
-    """XLA leaves out of the loop what nobody reads after it."""
+    """XLA leaves out of the first chunk, and of the loop over the others, what nobody reads after them."""
     shape = CPU["even"]
     arguments = draw(np.random.default_rng(0), shape)
     form = f" = f32[{shape.embed},{shape.vocabulary}]{{1,0}} dot("
@@ -155,7 +155,7 @@ def test_a_frozen_matrix_costs_no_product(weighted_only, small_chunks):
         loss = lambda *arguments: linear_cross_entropy(*arguments, weighted_only=weighted_only)[0]  # noqa: E731
         return jax.jit(jax.grad(loss, arguments_of)).lower(*arguments).compile().as_text().count(form)
 
-    assert products(0, 1) == 1 and products(0) == 0
+    assert products(0, 1) == (1 if weighted_only else 2) and products(0) == 0
 
 
 def test_evaluation_forms_no_gradient(small_chunks):
@@ -163,7 +163,8 @@ def test_evaluation_forms_no_gradient(small_chunks):
     plain = linear_cross_entropy(*arguments, z_loss=0.1)
     both = run(*arguments, z_loss=0.1)
     assert_close(plain, tuple(both[name] for name in NAMES[:3]), CPU_TOLERANCE)
-    assert str(jax.make_jaxpr(linear_cross_entropy)(*arguments)).count("dot_general[") == 1
+    once_and_in_a_loop = 2
+    assert str(jax.make_jaxpr(linear_cross_entropy)(*arguments)).count("dot_general[") == once_and_in_a_loop
 
 
 def test_logits_are_computed_once():
@@ -217,8 +218,9 @@ def test_odd_inputs(implementation, small_chunks):
 
 
 def test_chunks_fit():
-    assert xla.chunk_length(16_384, 128_256, 2) == 2048
-    assert xla.chunk_length(16_384, 64_128, 2) == 4096  # a vocabulary split in two
+    assert xla.chunk_length(16_384, 128_256, 2) == 3328
+    assert xla.chunk_length(16_384, 128_256, 2, weighted_only=True) == 2048
+    assert xla.chunk_length(16_384, 64_128, 2) == 5504  # a vocabulary split in two
     assert xla.chunk_length(100, 512, 4) == 100
     for tokens, vocabulary in ((16_384, 128_256), (8191, 151_936), (1_000_000, 32_000), (700, 10**7)):
         C = xla.chunk_length(tokens, vocabulary, 2)
@@ -284,14 +286,15 @@ def lowered_of_triton(triton_calls):
 
 def test_triton_s_gradient_takes_the_logits_place(lowered_of_triton):
     """Its kernel's output is its first operand's memory."""
-    assert lowered_of_triton.as_text().count("output_operand_alias<") == 1
+    of_the_first_chunk_and_in_the_loop = 2
+    assert lowered_of_triton.as_text().count("output_operand_alias<") == of_the_first_chunk_and_in_the_loop
 
 
 @pytest.mark.compiles_for("cuda")
 def test_xla_copies_no_logits_for_triton_s_gradient(lowered_of_triton):
     shape = GPU["llama3_8b"]
     memory = aot.compile_for(lowered_of_triton, aot.TARGETS["h200"]).stats
-    assert beyond_matrix_and_gradient(memory, shape) < 0.7 * 2**30, memory
+    assert beyond_matrix_and_gradient(memory, shape) < 1 << 30, memory
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")

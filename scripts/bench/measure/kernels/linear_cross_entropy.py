@@ -4,18 +4,21 @@ Each takes a float32 matrix and gives its float32 gradient. `fused` is the kerne
 `fused_xla` its form without Triton, `recomputed` computes the logits again in the backward pass, `tokamax` is
 its chunked_xla where tokamax can be imported.
 
+--tiles has `fused` contend in chunks of other sizes.
+
 Predicted for llama3_8b (N = 16,384, D = 4,096, V = 128,256, bf16) on an H200, at the 655 TFLOP/s that it
 sustains in large products and 4.2 TB/s:
   fused: 3 products × 2·N·D·V = 51.6 TFLOP, 79 ms. Passes over the logits (N·V·2 = 4.2 GB): a read and a
-    write, 2 ms. Casting the matrix and clearing its gradient: 5.3 GB, 1.3 ms. Each of 8 chunks reads and
-    writes the gradient (4.2 GB): up to 8 ms, less what hides behind its product. In all 82 to 90 ms.
+    write, 2 ms. Casting the matrix: 3.2 GB, 0.8 ms. The first of 5 chunks writes the gradient (2.1 GB), the
+    others read and write it: up to 4.5 ms, less what hides behind its product. In all 82 to 86 ms.
+    8 chunks of 2,048 tokens that began by clearing it, as until commit 52da513, took 85; 4 of 4,096 82.
   fused_xla: the same products, and four passes over the logits: 2 ms more. At llama3_2_1b the two passes are
     16.8 GB, 4 ms of a step of 440; at qwen3_0_6b 20 GB, 4.8 ms.
   recomputed: 4 products, 105 ms, and the same passes and one more: 112 to 122 ms.
   tokamax: 4 products in 1,024 blocks of 2,048 columns, and slices of the matrix copied: above 130 ms.
-Memory beyond the matrix, its copy in bf16 and its gradient: a chunk's logits (0.49 GiB), which their gradient
-overwrites, hidden's gradient (0.13 GiB) and cuBLAS's workspace (0.03 GiB): 0.65 GiB, as compiled for an H200
-without one. fused_xla has the logits' gradient beside the logits: 1.10 GiB.
+Memory beyond the matrix, its copy in bf16 and its gradient: a chunk's logits (0.80 GiB), which their gradient
+overwrites, hidden's gradient (0.13 GiB) and cuBLAS's workspace (0.03 GiB): 0.95 GiB, as compiled for an H200
+without one. fused_xla has the logits' gradient beside the logits: 1.75 GiB.
 """
 
 import functools
@@ -26,12 +29,13 @@ import numpy as np
 from measure.tokamax_beside_jax import import_tokamax
 from measure.workload import Pace, Workload
 
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy, xla
 from pallas_kernels.linear_cross_entropy.shapes import CPU, GPU, Shape
 from pallas_kernels.testing import normal
 
 SHAPES, GROUPS, SHAPE = GPU | {"benchmark": CPU["benchmark"]}, {}, "llama3_8b"
 PACE = Pace(warmup=20.0, timed=40.0, turn=1.0, calls=1)
+CHUNKS = {f"chunks of {size} MiB": {"LOGITS_BYTES": size << 20} for size in (256, 512, 1024, 2048)}
 
 
 def fused(*arguments, implementation: str | None = None):
@@ -96,4 +100,7 @@ def workload(shape: Shape) -> Workload:
         base="fused",
         rates=rates,
         about={"dtype": str(hidden.dtype)} | ({"tokamax_missing": missing} if missing else {}),
+        tiles=CHUNKS,
+        tuned=xla,
+        tuned_passes={"both": jax.value_and_grad(fused, (0, 1))},
     )
