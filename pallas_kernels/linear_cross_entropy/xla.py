@@ -18,12 +18,9 @@ from pallas_kernels.dot import dot
 from pallas_kernels.varying import vary_alike
 
 # A chunk's logits take at most this much. Each chunk but the first reads and writes the matrix's whole
-# float32 gradient, which makes large chunks cheap: 5 of up to 3,328 tokens for 16,384 tokens and a vocabulary
-# of 128,256 in bfloat16. Their gradient takes as much again: XLA does not write it over them. triton.py does,
-# and needs less than 1 GiB in all there.
-LOGITS_BYTES = 832 << 20
-WEIGHTED_BYTES = 512 << 20
-"""The same where only some tokens count: the last chunk of those costs what a whole one does."""
+# float32 gradient, which makes large chunks cheap: 8 of 2,048 tokens for 16,384 tokens and a vocabulary of
+# 128,256 in bfloat16. Their gradient takes as much again: XLA does not write it over them. triton.py does.
+LOGITS_BYTES = 512 << 20
 
 TILE = 128  # a chunk is a multiple of what matrix units take at once
 
@@ -88,15 +85,9 @@ def linear_cross_entropy(
     return objective, losses_N.reshape(B, T), log_z_N.reshape(B, T)
 
 
-def chunk_length(tokens: int, vocabulary: int, itemsize: int, weighted_only: bool = False) -> int:
-    """Returns C: all tokens if they fit, else a multiple of TILE by which few tokens are left over, or few
-    places of the last chunk empty. itemsize: bytes of a logit."""
-    size = min(LOGITS_BYTES, WEIGHTED_BYTES) if weighted_only else LOGITS_BYTES
-    most = max(size // (vocabulary * itemsize) // TILE, 1) * TILE
-    if tokens <= most:
-        return tokens
-    chunks = -(-tokens // most)
-    return -(-tokens // (chunks * TILE)) * TILE
+def chunk_length(tokens: int, vocabulary: int, itemsize: int) -> int:
+    """Returns C: all tokens if they fit, else a multiple of TILE. itemsize: bytes of a logit."""
+    return min(tokens, max(LOGITS_BYTES // (vocabulary * itemsize) // TILE, 1) * TILE)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
@@ -109,7 +100,7 @@ def _losses(
         hidden_CD, targets_C, _ = chunk
         return None, _losses_of(dot(hidden_CD, matrix, 1, d_dim), targets_C, axis_name)[:2]
 
-    C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize, weighted_only)
+    C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize)
     over = _over_weighted if weighted_only else _over_all
     _, (losses_N, log_z_N) = over(one_chunk, C, hidden_ND, targets_N, weights_N)
     return _objective(losses_N, log_z_N, weights_N, z_loss), losses_N, log_z_N
@@ -132,7 +123,7 @@ def _forward(
         d_matrix = d_matrix_C if d_matrix is None else d_matrix + d_matrix_C
         return d_matrix, (losses_C, log_z_C, d_hidden_CD)
 
-    C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize, weighted_only)
+    C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize)
     nothing = jnp.zeros_like(matrix, dtype=jnp.float32)
     over = functools.partial(_over_weighted, total=nothing) if weighted_only else _over_all
     d_matrix, (losses_N, log_z_N, d_hidden_ND) = over(one_chunk, C, hidden_ND, targets_N, weights_N)

@@ -24,7 +24,7 @@ TRITON = pytest.param("triton", marks=[pytest.mark.gpu, needs_gpu])
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Chunks of 16 tokens for these shapes, so that there are many and the last is not full."""
+    """Chunks of 16 tokens for these shapes, so that there are many and one is not full."""
     monkeypatch.setattr(xla, "LOGITS_BYTES", 0)
     monkeypatch.setattr(xla, "TILE", 16)
 
@@ -218,16 +218,13 @@ def test_odd_inputs(implementation, small_chunks):
 
 
 def test_chunks_fit():
-    assert xla.chunk_length(16_384, 128_256, 2) == 3328
-    assert xla.chunk_length(16_384, 128_256, 2, weighted_only=True) == 2048
-    assert xla.chunk_length(16_384, 64_128, 2) == 5504  # a vocabulary split in two
+    assert xla.chunk_length(16_384, 128_256, 2) == 2048
+    assert xla.chunk_length(16_384, 64_128, 2) == 4096  # a vocabulary split in two
     assert xla.chunk_length(100, 512, 4) == 100
     for tokens, vocabulary in ((16_384, 128_256), (8191, 151_936), (1_000_000, 32_000), (700, 10**7)):
         C = xla.chunk_length(tokens, vocabulary, 2)
         assert C % xla.TILE == 0
-        assert C == xla.TILE or C * vocabulary * 2 <= xla.LOGITS_BYTES
-        chunks = -(-tokens // C)
-        assert chunks * C - tokens < chunks * xla.TILE, "more is empty than tiles need"
+        assert C == xla.TILE or C * vocabulary * 2 <= xla.LOGITS_BYTES < (C + xla.TILE) * vocabulary * 2
 
 
 def test_whole_logits_never_exist(monkeypatch):
@@ -294,7 +291,7 @@ def test_triton_s_gradient_takes_the_logits_place(lowered_of_triton):
 def test_xla_copies_no_logits_for_triton_s_gradient(lowered_of_triton):
     shape = GPU["llama3_8b"]
     memory = aot.compile_for(lowered_of_triton, aot.TARGETS["h200"]).stats
-    assert beyond_matrix_and_gradient(memory, shape) < 1 << 30, memory
+    assert beyond_matrix_and_gradient(memory, shape) < 0.7 * 2**30, memory
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
