@@ -32,7 +32,7 @@ from jaxthru.engine.offload import in_place
 from jaxthru.engine.step import State
 from jaxthru.profile.collect.trace import open_profile
 from jaxthru.profile.show.publish import present
-from jaxthru.runtime import allocator, command_line, distributed, exit_codes, peers, warm_up, xla
+from jaxthru.runtime import allocator, command_line, distributed, exit_codes, memory_pool, peers, xla
 from jaxthru.runtime.errors import exit_code, leave
 from jaxthru.runtime.stop_signal import StopSignal
 from jaxthru.training import local_tier
@@ -222,7 +222,7 @@ def _prepare_and_train(
     begun = keys_of_run(directory, local) if directory else None
     begun_with, chosen = recorded(directory)
     asked, chosen = choices.reopened(config), (*choices.of_file(config), *chosen)
-    warm_up.warm_up()
+    memory_pool.take_ahead()
     config = choices.resolve(asked, begun_with, chosen)
     for line in config.model.warnings:
         log.warning("%s", line)

@@ -124,8 +124,10 @@ def _forward(
         return d_matrix, (losses_C, log_z_C, d_hidden_CD)
 
     C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize)
-    nothing = jnp.zeros_like(matrix, dtype=jnp.float32)
-    over = functools.partial(_over_weighted, total=nothing) if weighted_only else _over_all
+    if weighted_only:
+        over = functools.partial(_over_weighted, total=jnp.zeros_like(matrix, dtype=jnp.float32))
+    else:
+        over = _over_all
     d_matrix, (losses_N, log_z_N, d_hidden_ND) = over(one_chunk, C, hidden_ND, targets_N, weights_N)
     objective = _objective(losses_N, log_z_N, weights_N, z_loss)
     return (objective, losses_N, log_z_N), (d_hidden_ND, d_matrix.astype(stored))

@@ -3,6 +3,7 @@ for the logits, and memory."""
 
 import functools
 import logging
+import re
 import types
 
 import jax
@@ -288,10 +289,12 @@ def test_triton_s_gradient_takes_the_logits_place(lowered_of_triton):
 
 
 @pytest.mark.compiles_for("cuda")
-def test_xla_copies_no_logits_for_triton_s_gradient(lowered_of_triton):
+def test_xla_copies_no_logits_for_triton_s_gradient_and_clears_none_of_the_matrix(lowered_of_triton):
     shape = GPU["llama3_8b"]
-    memory = aot.compile_for(lowered_of_triton, aot.TARGETS["h200"]).stats
-    assert beyond_matrix_and_gradient(memory, shape) < 0.7 * 2**30, memory
+    made = aot.compile_for(lowered_of_triton, aot.TARGETS["h200"])
+    assert beyond_matrix_and_gradient(made.stats, shape) < 0.7 * 2**30, made.stats
+    gradient = f"f32[{shape.embed},{shape.vocabulary}]"
+    assert gradient in made.hlo and not re.search(rf"{re.escape(gradient)}\S* broadcast\(", made.hlo)
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")

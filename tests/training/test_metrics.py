@@ -245,6 +245,11 @@ def table_of(run):
     return out.getvalue()
 
 
+def test_one_process_prints_the_final_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(display, "is_primary", lambda: False)
+    assert not table_of(RunDirectory(tmp_path))
+
+
 def test_the_final_table_is_read_from_the_files(tmp_path):
     run = RunDirectory(tmp_path / "a run")
     run.path.mkdir()
