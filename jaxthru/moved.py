@@ -128,6 +128,7 @@ NAMES = {
     "plan.levels.pinned": "build.pinned_host.needed",
     "plan.levels.saved_at_once": "build.pinned_host.saved_at_once",
     "plan.levels.table": "plan.memory.proposal_table",
+    "plan.arithmetic.LOSS_CHUNK": "build.memory_sizes.LOSS_CHUNK",
     "plan.memory.DOCUMENTS": "build.choices.DOCUMENTS",
     "plan.memory.stand_in": "build.memory_sizes.attention_stand_in",
     "plan.memory.layered": "build.memory_estimate.fullest",
@@ -184,7 +185,7 @@ GONE = {
     *("profile.memory.PURPOSES", "profile.memory.SCOPES", "training.metrics.NoRecord"),
     *("training.metrics.NoTensorBoard", "training.parts.slots_by_name", "training.programs.lower"),
     *("training.state.init_state", "training.state.matrices"),
-    *("plan.levels.CERTAIN", "plan.levels.resolve", "plan.levels.resolve_here", "plan.arithmetic.LOSS_CHUNK"),
+    *("plan.levels.CERTAIN", "plan.levels.resolve", "plan.levels.resolve_here"),
 }
 """Names that nothing has taken the place of."""
 

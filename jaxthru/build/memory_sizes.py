@@ -29,8 +29,10 @@ from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels import dispatch
 from pallas_kernels.attention import STAND_IN, automatic, cudnn_packed
 from pallas_kernels.grouped_matmul import STAND_IN as STAND_IN_OF_ROWS
-from pallas_kernels.linear_cross_entropy.xla import chunk_length
 from pallas_kernels.rms_norm import STAND_IN as NORM_STAND_IN
+
+LOSS_CHUNK = 2048
+"""Tokens whose logits exist at once in linear_cross_entropy."""
 
 WORK = 1.5
 """Numbers that a block's backward pass has at once for each that it could keep: these, what it makes again,
@@ -148,8 +150,8 @@ class Sizes:
     stream: bytes of a block's input. kept: of what all blocks keep. at_once: of what one block's backward
     pass has. first: the same of the block that it begins with, beside `kept`. forward: of what is kept at the
     end of a loop's forward pass over a pattern of several blocks, with what waits for its stacks. logits: of
-    those of a chunk and their gradient. gathered: of a layer's weights as matmuls take them, where that is
-    not as they are stored."""
+    those of a chunk. gathered: of a layer's weights as matmuls take them, where that is not as they are
+    stored."""
 
     layer: int
     layers: int
@@ -212,8 +214,6 @@ class Sizes:
         elif ops.keep_parameters or model.policy == "none":
             in_all += gathered * len(chain.layers)
         in_all += stream * len(chain.layers)
-        vocabulary = dims["vocab"] // mesh.shape["tensor"]
-        chunk = chunk_length(tokens * mesh.shape["tensor"], vocabulary, item)
         return cls(
             layer=max(layers),
             layers=sum(layers),
@@ -227,7 +227,7 @@ class Sizes:
             # A stack stays whole, and its slices are copies.
             first=at_once if stacked is not None else max(at_once - max(kept), 0),
             forward=_over_a_pattern(chain.groups, in_all, kept, stream) if stacked is not None else 0,
-            logits=2 * item * chunk * vocabulary,
+            logits=4 * LOSS_CHUNK * dims["vocab"],
             gathered=gathered,
         )
 

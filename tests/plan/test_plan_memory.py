@@ -16,7 +16,6 @@ from jaxthru import config as configuration
 from jaxthru.build import choices, least_offload, memory_estimate, pinned_host
 from jaxthru.build.checks import validate
 from jaxthru.build.memory_estimate import MemoryPlan, Room
-from jaxthru.build.memory_sizes import Sizes
 from jaxthru.build.step import assemble
 from jaxthru.engine import memory_tally, rehearsed
 from jaxthru.engine.memory_tally import Moment
@@ -31,7 +30,6 @@ from jaxthru.profile.read.buffers import CATEGORIES, Breakdown, breakdown
 from jaxthru.runtime import aot, xla
 from jaxthru.runtime.errors import InputError
 from jaxthru.training.state import sharded_init
-from pallas_kernels.linear_cross_entropy.xla import chunk_length
 
 GIB = 2**30
 cuda = pytest.mark.compiles_for("cuda")
@@ -348,15 +346,6 @@ def test_the_arithmetic_is_near_what_was_compiled(segments, settings, compiled):
     over = plan.peak_device / GIB / compiled - 1
     assert -0.05 < over < (0.08 if settings in OVER else 0.05), plan.peak_device / GIB
     assert sum(plan.device.values()) == plan.peak_device
-
-
-def test_logits_are_those_of_the_kernels_chunk():
-    """Of all tokens of a row, and of a part of the vocabulary along `tensor`."""
-    config = load("llama3_8b_8layer", "model.layers=1", "mesh.tensor=2", "data.sequence=1024")
-    made, workspace = memory_estimate._assembled(config, 2, 1)
-    tokens, columns = 2 * 1024, config.model.vocabulary // 2
-    of_a_token = jnp.dtype(jnp.bfloat16).itemsize * columns
-    assert Sizes.of(made, workspace).logits == 2 * chunk_length(tokens, columns, 2) * of_a_token
 
 
 OF_FAMILIES = [
