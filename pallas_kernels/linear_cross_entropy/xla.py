@@ -102,7 +102,7 @@ def _losses(
 
     C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize)
     over = _over_weighted if weighted_only else _over_all
-    _, (losses_N, log_z_N) = over(one_chunk, C, hidden_ND, targets_N, weights_N)
+    _, (losses_N, log_z_N) = over(one_chunk, None, C, hidden_ND, targets_N, weights_N)
     return _objective(losses_N, log_z_N, weights_N, z_loss), losses_N, log_z_N
 
 
@@ -118,26 +118,23 @@ def _forward(
         )
         d_hidden_CD = dot(d_logits_CV, matrix, 1, 1 - d_dim)
         pair = (hidden_CD, d_logits_CV) if d_dim == 0 else (d_logits_CV, hidden_CD)
-        d_matrix_C = dot(*pair, 0, 0, jnp.float32)
         # The sum in float32, in the form of a matmul that adds to its output in place.
-        d_matrix = d_matrix_C if d_matrix is None else d_matrix + d_matrix_C
+        d_matrix = d_matrix + dot(*pair, 0, 0, jnp.float32)
         return d_matrix, (losses_C, log_z_C, d_hidden_CD)
 
     C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize)
-    if weighted_only:
-        over = functools.partial(_over_weighted, total=jnp.zeros_like(matrix, dtype=jnp.float32))
-    else:
-        over = _over_all
-    d_matrix, (losses_N, log_z_N, d_hidden_ND) = over(one_chunk, C, hidden_ND, targets_N, weights_N)
+    nothing = jnp.zeros_like(matrix, dtype=jnp.float32)
+    over = _over_weighted if weighted_only else _over_all
+    d_matrix, (losses_N, log_z_N, d_hidden_ND) = over(one_chunk, nothing, C, hidden_ND, targets_N, weights_N)
     objective = _objective(losses_N, log_z_N, weights_N, z_loss)
     return (objective, losses_N, log_z_N), (d_hidden_ND, d_matrix.astype(stored))
 
 
-def _over_all(one_chunk, C: int, *arrays):
+def _over_all(one_chunk, total, C: int, *arrays):
     """Returns the total over all chunks, and what is made of each token, [N, ...].
 
     one_chunk: (total so far, (hidden [C, D], targets [C], weights [C])) -> (total, arrays [C, ...]). The
-    first chunk, of what other chunks leave over, has None for a total: so nothing is cleared, and read again.
+    first, of what other chunks leave over, is outside of the loop: there XLA drops the sum with zeros.
     """
     N = len(arrays[0])
     others = -(-N // C) - 1
@@ -149,7 +146,7 @@ def _over_all(one_chunk, C: int, *arrays):
         total, made = one_chunk(total, [jax.lax.dynamic_slice_in_dim(x, begin, C) for x in arrays])
         return total, _put(parts, made, begin)
 
-    total, made = one_chunk(None, [x[:first] for x in arrays])
+    total, made = one_chunk(total, [x[:first] for x in arrays])
     if not others:
         return total, made
     parts = [jnp.pad(x, [(0, N - first)] + [(0, 0)] * (x.ndim - 1)) for x in made]
@@ -161,9 +158,8 @@ def _put(parts, made, begin):
     return [jax.lax.dynamic_update_slice_in_dim(*pair, begin, 0) for pair in zip(parts, made, strict=True)]
 
 
-def _over_weighted(one_chunk, C: int, hidden_ND, targets_N, weights_N, total=None):
-    """Returns the same over the tokens alone whose weight is not 0; of the others zeros. total: before the
-    first chunk, for there may be none.
+def _over_weighted(one_chunk, total, C: int, hidden_ND, targets_N, weights_N):
+    """Returns the same over the tokens alone whose weight is not 0; of the others zeros.
 
     They are brought together, and the loop ends with their last chunk: how many there are is known only when
     it runs, and each device of a mesh has a count of its own. Those that share a vocabulary have the same
