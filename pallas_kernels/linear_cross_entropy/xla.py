@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from pallas_kernels.dot import dot
 from pallas_kernels.varying import vary_alike
 
-# A chunk's logits take at most this much. Each chunk but the first reads and writes the matrix's whole
-# float32 gradient, which makes large chunks cheap: 8 of 2,048 tokens for 16,384 tokens and a vocabulary of
-# 128,256 in bfloat16. Their gradient takes as much again: XLA does not write it over them. triton.py does.
+# A chunk's logits take at most this much, and their gradient as much again: XLA does not write it over them.
+# Each chunk but the first reads and writes the matrix's whole float32 gradient, which makes large chunks
+# cheap: 8 of 2,048 tokens for 16,384 tokens and a vocabulary of 128,256 in bfloat16.
 LOGITS_BYTES = 512 << 20
 
 TILE = 128  # a chunk is a multiple of what matrix units take at once
@@ -64,20 +64,27 @@ def linear_cross_entropy(
     axis_name,
     weighted_only,
     losses_and_gradient=losses_and_gradient,
+    logits_bytes=None,
 ):
     """Returns (objective, losses [B, T], log(Z) [B, T]); see `linear_cross_entropy` of the package.
 
-    losses_and_gradient: of a chunk's logits, as the function of this name makes them.
+    losses_and_gradient: of a chunk's logits, as the function of this name makes them. logits_bytes: what
+    these take at most; None is LOGITS_BYTES.
     """
     B, T, D = hidden_BTD.shape
     hidden_BTD, matrix = vary_alike(hidden_BTD, matrix)
+    d_dim = layout.index("D")
+    if logits_bytes is None:
+        logits_bytes = LOGITS_BYTES
+    C = chunk_length(B * T, matrix.shape[1 - d_dim], hidden_BTD.dtype.itemsize, logits_bytes)
     objective, losses_N, log_z_N = _losses(
         hidden_BTD.reshape(B * T, D),
         matrix,
         targets_BT.reshape(-1),
         weights_BT.reshape(-1),
         z_loss,
-        layout.index("D"),
+        C,
+        d_dim,
         axis_name,
         weighted_only,
         losses_and_gradient,
@@ -85,14 +92,14 @@ def linear_cross_entropy(
     return objective, losses_N.reshape(B, T), log_z_N.reshape(B, T)
 
 
-def chunk_length(tokens: int, vocabulary: int, itemsize: int) -> int:
+def chunk_length(tokens: int, vocabulary: int, itemsize: int, logits_bytes: int) -> int:
     """Returns C: all tokens if they fit, else a multiple of TILE. itemsize: bytes of a logit."""
-    return min(tokens, max(LOGITS_BYTES // (vocabulary * itemsize) // TILE, 1) * TILE)
+    return min(tokens, max(logits_bytes // (vocabulary * itemsize) // TILE, 1) * TILE)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8, 9))
 def _losses(
-    hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, weighted_only, losses_and_gradient
+    hidden_ND, matrix, targets_N, weights_N, z_loss, C, d_dim, axis_name, weighted_only, losses_and_gradient
 ):
     matrix = matrix.astype(hidden_ND.dtype)
 
@@ -100,14 +107,13 @@ def _losses(
         hidden_CD, targets_C, _ = chunk
         return None, _losses_of(dot(hidden_CD, matrix, 1, d_dim), targets_C, axis_name)[:2]
 
-    C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize)
     over = _over_weighted if weighted_only else _over_all
     _, (losses_N, log_z_N) = over(one_chunk, None, C, hidden_ND, targets_N, weights_N)
     return _objective(losses_N, log_z_N, weights_N, z_loss), losses_N, log_z_N
 
 
 def _forward(
-    hidden_ND, matrix, targets_N, weights_N, z_loss, d_dim, axis_name, weighted_only, losses_and_gradient
+    hidden_ND, matrix, targets_N, weights_N, z_loss, C, d_dim, axis_name, weighted_only, losses_and_gradient
 ):
     stored, matrix = matrix.dtype, matrix.astype(hidden_ND.dtype)
 
@@ -122,7 +128,6 @@ def _forward(
         d_matrix = d_matrix + dot(*pair, 0, 0, jnp.float32)
         return d_matrix, (losses_C, log_z_C, d_hidden_CD)
 
-    C = chunk_length(len(targets_N), matrix.shape[1 - d_dim], matrix.dtype.itemsize)
     nothing = jnp.zeros_like(matrix, dtype=jnp.float32)
     over = _over_weighted if weighted_only else _over_all
     d_matrix, (losses_N, log_z_N, d_hidden_ND) = over(one_chunk, nothing, C, hidden_ND, targets_N, weights_N)
@@ -198,7 +203,7 @@ def _over_weighted(one_chunk, total, C: int, hidden_ND, targets_N, weights_N):
     return total, jax.tree.map(by_token, parts)
 
 
-def _backward(z_loss, d_dim, axis_name, weighted_only, losses_and_gradient, residuals, cotangents):
+def _backward(z_loss, C, d_dim, axis_name, weighted_only, losses_and_gradient, residuals, cotangents):
     scale = cotangents[0]  # those of the tokens' losses and log(Z) are none of ours
     d_hidden_ND, d_matrix = ((scale * x.astype(jnp.float32)).astype(x.dtype) for x in residuals)
     return d_hidden_ND, d_matrix, None, None

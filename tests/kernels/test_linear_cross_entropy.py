@@ -26,7 +26,8 @@ TRITON = pytest.param("triton", marks=[pytest.mark.gpu, needs_gpu])
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of 16 tokens for these shapes, so that there are many and one is not full."""
-    monkeypatch.setattr(xla, "LOGITS_BYTES", 0)
+    for form in (xla, triton):
+        monkeypatch.setattr(form, "LOGITS_BYTES", 0)
     monkeypatch.setattr(xla, "TILE", 16)
 
 
@@ -219,13 +220,15 @@ def test_odd_inputs(implementation, small_chunks):
 
 
 def test_chunks_fit():
-    assert xla.chunk_length(16_384, 128_256, 2) == 2048
-    assert xla.chunk_length(16_384, 64_128, 2) == 4096  # a vocabulary split in two
-    assert xla.chunk_length(100, 512, 4) == 100
+    most = xla.LOGITS_BYTES
+    assert xla.chunk_length(16_384, 128_256, 2, most) == 2048
+    assert xla.chunk_length(16_384, 128_256, 2, triton.LOGITS_BYTES) == 3072
+    assert xla.chunk_length(16_384, 64_128, 2, most) == 4096  # a vocabulary split in two
+    assert xla.chunk_length(100, 512, 4, most) == 100
     for tokens, vocabulary in ((16_384, 128_256), (8191, 151_936), (1_000_000, 32_000), (700, 10**7)):
-        C = xla.chunk_length(tokens, vocabulary, 2)
+        C = xla.chunk_length(tokens, vocabulary, 2, most)
         assert C % xla.TILE == 0
-        assert C == xla.TILE or C * vocabulary * 2 <= xla.LOGITS_BYTES < (C + xla.TILE) * vocabulary * 2
+        assert C == xla.TILE or C * vocabulary * 2 <= most < (C + xla.TILE) * vocabulary * 2
 
 
 def test_whole_logits_never_exist(monkeypatch):
@@ -292,7 +295,7 @@ def test_triton_s_gradient_takes_the_logits_place(lowered_of_triton):
 def test_xla_copies_no_logits_for_triton_s_gradient_and_clears_none_of_the_matrix(lowered_of_triton):
     shape = GPU["llama3_8b"]
     made = aot.compile_for(lowered_of_triton, aot.TARGETS["h200"])
-    assert beyond_matrix_and_gradient(made.stats, shape) < 0.7 * 2**30, made.stats
+    assert beyond_matrix_and_gradient(made.stats, shape) < 0.9 * 2**30, made.stats
     gradient = f"f32[{shape.embed},{shape.vocabulary}]"
     assert gradient in made.hlo and not re.search(rf"{re.escape(gradient)}\S* broadcast\(", made.hlo)
 

@@ -9,18 +9,20 @@ its chunked_xla where tokamax can be imported.
 Predicted for llama3_8b (N = 16,384, D = 4,096, V = 128,256, bf16) on an H200, at the 655 TFLOP/s that it
 sustains in large products and 4.2 TB/s:
   fused: 3 products × 2·N·D·V = 51.6 TFLOP, 79 ms. Passes over the logits (N·V·2 = 4.2 GB): a read and a
-    write, 2 ms. Casting the matrix: 3.2 GB, 0.8 ms. The first of 8 chunks writes the gradient (2.1 GB), the
-    others read and write it: up to 7.5 ms, less what hides behind its product. In all 82 to 89 ms; 84.7 by
-    the 85.6 of a program that cleared the gradient for the first.
-  chunks of other sizes: 81.9, 81.2 and 80.1 ms were measured with 1, 2 and 4 GiB, clearing it. The gradient
-    of hidden, of few tiles, is what may lose where a chunk's tiles do not fill the multiprocessors evenly.
+    write, 2 ms. Casting the matrix: 3.2 GB, 0.8 ms. The first of 6 chunks writes the gradient (2.1 GB), the
+    others read and write it: up to 5.5 ms, less what hides behind its product. In all 82 to 87 ms.
+  chunks of other sizes, as timed when `fused` had 512 MiB: 85.9 ms with these, 83.9 with 768, 84.3 with 832,
+    82.6 with 1 GiB. The more logits, the fewer passes over the gradient; but 1 GiB is all that the operation
+    may take beside the gradients, and with 832 MiB the tiles of hidden's gradient fill 132 multiprocessors
+    to 79% only, with 768 to 97%. qwen3_0_6b: 61.9, 57.5, 57.4 and 57.9. llama3_2_1b, where they fill them to
+    97, 73, 79 and 97%: 88.7, 88.7, 88.3 and 85.1.
   fused_xla: the same products, and four passes over the logits: 2 ms more. At llama3_2_1b the two passes are
     16.8 GB, 4 ms of a step of 440; at qwen3_0_6b 20 GB, 4.8 ms.
   recomputed: 4 products, 105 ms, and the same passes and one more: 112 to 122 ms.
   tokamax: 4 products in 1,024 blocks of 2,048 columns, and slices of the matrix copied: above 130 ms.
-Memory beyond the matrix, its copy in bf16 and its gradient: a chunk's logits (0.49 GiB), which their gradient
-overwrites, hidden's gradient (0.13 GiB) and cuBLAS's workspace (0.03 GiB): 0.65 GiB, as compiled for an H200
-without one. fused_xla has the logits' gradient beside the logits: 1.10 GiB.
+Memory beyond the matrix, its copy in bf16 and its gradient: a chunk's logits (0.73 GiB), which their gradient
+overwrites, hidden's gradient (0.13 GiB) and cuBLAS's workspace (0.03 GiB): 0.89 GiB, as compiled for an H200
+without one. fused_xla has the logits' gradient beside the logits, 0.49 GiB each: 1.10 GiB.
 """
 
 import functools
@@ -31,13 +33,13 @@ import numpy as np
 from measure.tokamax_beside_jax import import_tokamax
 from measure.workload import Pace, Workload
 
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy, xla
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy, triton
 from pallas_kernels.linear_cross_entropy.shapes import CPU, GPU, Shape
 from pallas_kernels.testing import normal
 
 SHAPES, GROUPS, SHAPE = GPU | {"benchmark": CPU["benchmark"]}, {}, "llama3_8b"
 PACE = Pace(warmup=20.0, timed=40.0, turn=1.0, calls=1)
-CHUNKS = {f"chunks of {size} MiB": {"LOGITS_BYTES": size << 20} for size in (256, 640, 768, 832, 1024, 2048)}
+CHUNKS = {f"chunks of {size} MiB": {"LOGITS_BYTES": size << 20} for size in (512, 640, 832, 896, 1024, 2048)}
 
 
 def fused(*arguments, implementation: str | None = None):
@@ -103,6 +105,6 @@ def workload(shape: Shape) -> Workload:
         rates=rates,
         about={"dtype": str(hidden.dtype)} | ({"tokamax_missing": missing} if missing else {}),
         tiles=CHUNKS,
-        tuned=xla,
+        tuned=triton,
         tuned_passes={"both": jax.value_and_grad(fused, (0, 1))},
     )
