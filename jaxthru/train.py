@@ -33,6 +33,7 @@ from jaxthru.engine.step import State
 from jaxthru.profile.collect.trace import open_profile
 from jaxthru.profile.show.publish import present
 from jaxthru.runtime import allocator, command_line, distributed, exit_codes, memory_pool, peers, xla
+from jaxthru.runtime.cache_prefetch import CachePrefetch
 from jaxthru.runtime.errors import exit_code, leave
 from jaxthru.runtime.stop_signal import StopSignal
 from jaxthru.training import local_tier
@@ -227,25 +228,25 @@ def _prepare_and_train(
     for line in config.model.warnings:
         log.warning("%s", line)
     kept = directory.tokenizer if directory else None
-    layout, searched = fit_here(config, begun=begun, kept=kept)
-    if begun_with is None and asked.kernels.any_named:  # a run that goes on has compiled them
-        check_kernels(config, layout)
-    fresh = newest is None and not local_tier.common_steps(local)
-    weights = published_weights(config, fresh) if fresh or config.lora.on else None
-    distributed.from_first(lambda: check_place(directory, name))
-    log.info("preparing data: mix %s ...", config.data.mix)
-    recipes = load_mix(config.data.mix, config.data.tokenizer, kept).recipes
-    check_objective(config, {name: recipe.options.unit for name, recipe in recipes.items()})
-    keys = prepared(config.data, begun, kept)
-    data = open_shared(config.data, keys, kept)
-    for line in (*data.account, *opening(data)):
-        log.info("%s", line)
-    directory = directory or RunDirectory.fresh(name)
-    autotuned = directory.autotune if config.train.deterministic else None
-    times.note("data")
-    how = {"asked": asked, "fresh": fresh, "checked": True, "searched": searched}
-    base = BaseFiles(weights.folder, directory.base) if config.lora.on and weights else None
-    built = compile_step(config, layout, data, autotuned, weights, **how)
+    with CachePrefetch(repr(config)):
+        layout, searched = fit_here(config, begun=begun, kept=kept)
+        if begun_with is None and asked.kernels.any_named:  # a run that goes on has compiled them
+            check_kernels(config, layout)
+        fresh = newest is None and not local_tier.common_steps(local)
+        weights = published_weights(config, fresh) if fresh or config.lora.on else None
+        distributed.from_first(lambda: check_place(directory, name))
+        log.info("preparing data: mix %s ...", config.data.mix)
+        recipes = load_mix(config.data.mix, config.data.tokenizer, kept).recipes
+        check_objective(config, {name: recipe.options.unit for name, recipe in recipes.items()})
+        data = open_shared(config.data, prepared(config.data, begun, kept), kept)
+        for line in (*data.account, *opening(data)):
+            log.info("%s", line)
+        directory = directory or RunDirectory.fresh(name)
+        autotuned = directory.autotune if config.train.deterministic else None
+        times.note("data")
+        how = {"asked": asked, "fresh": fresh, "checked": True, "searched": searched}
+        base = BaseFiles(weights.folder, directory.base) if config.lora.on and weights else None
+        built = compile_step(config, layout, data, autotuned, weights, **how)
     built = dataclasses.replace(built, before=begun_with)
     times.note("compile")
     for line in chosen_anew(begun_with, asked, built.config):
