@@ -228,7 +228,7 @@ def _prepare_and_train(
     for line in config.model.warnings:
         log.warning("%s", line)
     kept = directory.tokenizer if directory else None
-    with CachePrefetch(repr(config)):
+    with CachePrefetch(repr(asked)):
         layout, searched = fit_here(config, begun=begun, kept=kept)
         if begun_with is None and asked.kernels.any_named:  # a run that goes on has compiled them
             check_kernels(config, layout)

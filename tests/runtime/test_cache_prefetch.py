@@ -1,4 +1,6 @@
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +88,10 @@ def test_what_is_read_is_taken_on_the_same_devices_alone(cache, reads):
     assert reads_of(reads) == [HERE]
 
 
-@pytest.mark.parametrize("text", ["", "[", "{}", "[[1]]", '[["key", "x", [0]]]', '[["key", "eA==", [99]]]'])
+DAMAGED = '[["key", "x", [0]]]', '[["key", "eA==", [99]]]', '[[["key"], "eA==", [0]]]', "[" * 100_000
+
+
+@pytest.mark.parametrize("text", ["", "[", "{}", "[[1]]", *DAMAGED], ids=lambda text: text[:30])
 def test_a_damaged_list_costs_a_start_nothing(cache, reads, text):
     reads_of(reads)
     (listed,) = (cache / "prefetch").iterdir()
@@ -122,9 +127,28 @@ def test_nothing_is_done_without_a_cache(cache, name, off):
     assert not (cache / "prefetch").exists()
 
 
-def test_jax_reads_by_itself_afterwards_whatever_happened(cache):
+def test_a_start_that_is_cut_short_leaves_jax_and_the_list_as_they_were(cache, reads):
     read = compilation_cache.get_executable_and_time
+    reads_of(reads)
     with pytest.raises(KeyError), CachePrefetch("one"):
         assert compilation_cache.get_executable_and_time is not read
         raise KeyError
     assert compilation_cache.get_executable_and_time is read
+    assert reads_of(reads) == [BESIDE]
+
+
+def test_what_waits_to_be_read_is_read_by_who_asks(cache, reads, monkeypatch):
+    """Others, which this start may not ask for, are read meanwhile."""
+    reads_of(reads)
+    threads = ThreadPoolExecutor(1)
+    monkeypatch.setattr(cache_prefetch, "ThreadPoolExecutor", lambda *_: threads)
+    over = threading.Event()
+    threads.submit(over.wait)
+    assert reads_of(reads) == [HERE]
+    over.set()
+
+
+def test_programs_with_mosaic_kernels_are_not_read_before_they_are_asked_for(cache, reads, monkeypatch):
+    monkeypatch.setitem(sys.modules, cache_prefetch.MOSAIC, None)
+    reads_of(reads)
+    assert reads_of(reads) == [HERE]
