@@ -17,6 +17,7 @@ def cache(tmp_path, monkeypatch):
     """Returns a compilation cache of its own, of which everything is large."""
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
     monkeypatch.setattr(cache_prefetch, "LEAST_BYTES", 1)
+    monkeypatch.delitem(sys.modules, cache_prefetch.MOSAIC, raising=False)  # another test's
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     xla.keep_compiled(tmp_path / "cache")
     yield tmp_path / "cache"
