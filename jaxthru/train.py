@@ -19,6 +19,7 @@ from jaxthru import config as configuration
 from jaxthru.build import choices, pinned_host
 from jaxthru.build.adapted_weights import published_weights
 from jaxthru.build.batches import open_shared, prepared
+from jaxthru.build.cache_prefetch import CachePrefetch
 from jaxthru.build.checks import check_kernels, check_objective
 from jaxthru.build.compiled import Build, compile_step, fit_here
 from jaxthru.build.reference_model import reference_model
@@ -33,7 +34,6 @@ from jaxthru.engine.step import State
 from jaxthru.profile.collect.trace import open_profile
 from jaxthru.profile.show.publish import present
 from jaxthru.runtime import allocator, command_line, distributed, exit_codes, memory_pool, peers, xla
-from jaxthru.runtime.cache_prefetch import CachePrefetch
 from jaxthru.runtime.errors import exit_code, leave
 from jaxthru.runtime.stop_signal import StopSignal
 from jaxthru.training import local_tier

@@ -49,12 +49,12 @@ def kept(compile_ttir: Callable, library: Any, ttir: Any, backend: Any, options:
     library: jax-triton's, for the type of its results. ttir: the kernel in Triton's IR, which compiling
     changes. backend, options: Triton's. target: the compute capability and the platform.
     """
-    folder = _folder()
+    folder = cache_folder()
     shown = options.debug or library._JAX_TRITON_DUMP_DIR or "TRITON_ALWAYS_COMPILE" in os.environ
     if folder is None or target[-1] != PLATFORM or shown:
         return compile_ttir(ttir, backend, options, *target)
     key = _key(ttir, backend, options, target)
-    path, alone = folder / f"{key}.json", _being_compiled.setdefault(key, threading.Lock())
+    path, alone = folder / "triton" / f"{key}.json", _being_compiled.setdefault(key, threading.Lock())
     with alone:  # the step and what is compiled beside it have kernels in common
         if (found := _read(path)) is not None:
             return library.CompilationResult(**found, **NOT_KEPT)
@@ -63,10 +63,10 @@ def kept(compile_ttir: Callable, library: Any, ttir: Any, backend: Any, options:
     return made
 
 
-def _folder() -> Path | None:
-    """Returns where kernels are kept; None where JAX keeps no programs, or none on a disk."""
+def cache_folder() -> Path | None:
+    """Returns where JAX keeps what it compiles; None where it keeps nothing, or not on a disk."""
     given = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
-    return Path(given) / "triton" if given and "://" not in given else None
+    return Path(given) if given and "://" not in given else None
 
 
 def _key(ttir: Any, backend: Any, options: Any, target: tuple) -> str:

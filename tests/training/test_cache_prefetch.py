@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax._src import compilation_cache
 
-from jaxthru.runtime import cache_prefetch, xla
-from jaxthru.runtime.cache_prefetch import CachePrefetch
+from jaxthru.build import cache_prefetch
+from jaxthru.build.cache_prefetch import CachePrefetch
+from jaxthru.runtime import xla
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from jax._src.lib import xla_client
 
 from jaxthru.runtime.atomic import written_atomically
 from jaxthru.runtime.errors import InputError
+from pallas_kernels.triton_cache import cache_folder
 
 log = logging.getLogger("jaxthru")
 
@@ -56,14 +57,12 @@ class CachePrefetch:
     """
 
     def __init__(self, start: str):
-        where = jax.config.jax_compilation_cache_dir or ""
-        on = jax.config.jax_enable_compilation_cache and where and "://" not in where
-        self._folder = Path(where) if on else None
+        self._folder = cache_folder()
         self._backend = (device := jax.devices()[0]).client
         # Another XLA might not withstand what this one has kept.
         made_by = jaxlib.__version__, self._backend.platform_version, device.device_kind
         of = repr((jax.process_index(), jax.process_count(), made_by, start))
-        self._list = Path(where, "prefetch", f"{hashlib.sha256(of.encode()).hexdigest()[:32]}.json")
+        self._name = f"{hashlib.sha256(of.encode()).hexdigest()[:32]}.json"
         self._told = "[]"
         self._asked: dict[str, Asked] = {}
         self._ahead: dict[str, tuple[Asked, Future]] = {}
@@ -100,6 +99,10 @@ class CachePrefetch:
                     log.debug("prefetched %s", key)
                     return found
         return self._read(key, options, backend, devices, *callbacks)
+
+    @property
+    def _list(self) -> Path:
+        return self._folder / "prefetch" / self._name
 
     def _read_ahead(self, asked: Asked) -> tuple:
         by_id = {device.id: device for device in jax.devices()}
