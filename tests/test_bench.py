@@ -136,6 +136,15 @@ def test_a_step_is_dispatched_before_the_last_is_waited_for(bench):
     assert timing.values == list(range(timing.first, timing.first + 3))
 
 
+def test_whole_cycles_of_batches_are_timed(bench):
+    """Packed batches differ: whoever fits one more of the long ones into the seconds would seem slower."""
+    timed = bench("timed_loop").timed
+    timing = timed(lambda: 0, lambda value: value, 0.0, 0.0, cycle=5)
+    assert len(timing.seconds) == 5
+    timing = timed(lambda: 0, lambda _: time.sleep(0.02), 0.0, 0.15, cycle=4)
+    assert len(timing.seconds) >= 8 and len(timing.seconds) % 4 == 0
+
+
 def test_the_first_timed_step_begins_where_the_one_before_ended(bench, monkeypatch):
     """What starts sampling the clocks takes time in which the device works."""
     timed_loop = bench("timed_loop")

@@ -22,14 +22,16 @@ from pallas_kernels.varying import vary_alike
 MIN_CAPABILITY = (8, 0)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
-# Blocks of queries and keys, warps, and stages of loads in flight: by a sweep on an H200 at head dim 128
-# (scripts/bench/measure/kernel.py attention --tiles) the best for documents, and
-# within 6 % of the best for whole rows.
+# Blocks of queries and keys, warps, and stages of loads in flight: by sweeps on an H200, at head dims 64 and
+# 128, within 8 % of the best for documents of some 500 tokens, and within 15 % for whole rows
+# (docs/lab/kernels.md).
 TILES = {
     "forward": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
     "backward_q": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 2},
-    "backward_kv": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 2},
+    "backward_kv": {"BQ": 32, "BK": 64, "num_warps": 4, "num_stages": 3},
 }
+NARROW_TILES = TILES | {"backward_kv": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 3}}
+"""For a head dim of 64 or less, of which more fits into registers."""
 
 # The same for a head dim above 128: so small that they fit into the 99 KiB of shared memory that every GPU
 # from 8.0 on has, with next to no registers spilled; and for the 227 KiB of Hopper and of data-centre
@@ -49,7 +51,7 @@ WIDE_TILES_FROM_HOPPER = {
 def tiles(head_dim: int) -> dict[str, dict[str, int]]:
     """Returns each kernel's tile, for the GPU of this process."""
     if head_dim <= 128:
-        return TILES
+        return TILES if head_dim > 64 else NARROW_TILES
     return (
         WIDE_TILES_FROM_HOPPER if (9, 0) <= (nvidia_compute_capability() or (0, 0)) < (12, 0) else WIDE_TILES
     )

@@ -25,6 +25,7 @@ from jaxthru.runtime.xla import NO_MULTICAST
 # Relative, so that commands are recorded as one types them.
 HERE, ROOT = (Path(os.path.relpath(Path(__file__).resolve().parents[up])) for up in (0, 2))
 BATCHES = 64  # distinct ones, which causal contenders take in turn
+PACKED_BATCHES = 16  # of which contenders time all, equally often
 
 
 def resident(session: int) -> dict[str, float]:
@@ -135,7 +136,7 @@ def write_tokens(config: RunConfig, path: Path, batches: int = BATCHES) -> None:
     np.save(path, np.stack([batch["tokens"] for batch in first_batches(config, batches)]))
 
 
-def write_batches(config: RunConfig, path: Path, batches: int = BATCHES) -> None:
+def write_batches(config: RunConfig, path: Path, batches: int = PACKED_BATCHES) -> None:
     """Writes a run's first batches whole: an .npz with each of their arrays, [batches, rows, sequence]."""
     found = first_batches(config, batches)
     np.savez(path, **{name: np.stack([batch[name] for batch in found]) for name in found[0]})

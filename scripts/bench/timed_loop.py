@@ -61,19 +61,21 @@ def timed(
     timed_seconds: float,
     steps: tuple[int, int] | None = None,
     gpus: int = 1,
+    cycle: int = 1,
 ) -> Timing:
     """Times steps under load, the next one dispatched before the last one is waited for.
 
     dispatch: starts a step and returns what `finish` waits for; `finish` returns the step's values.
     steps: how many to warm up with and to time, where seconds would ask for too many of a large model's.
-    gpus: that the steps run on, for the clocks.
+    gpus: that the steps run on, for the clocks. cycle: after how many steps their batches come again; whole
+    cycles are timed, so that each contender's steps have the same documents, and each as often.
     """
     previous, clock = None, time.perf_counter()
 
-    def run_for(seconds: float, least: int = 3) -> list[tuple[float, Any]]:
+    def run_for(seconds: float, least: int = 3, cycle: int = 1) -> list[tuple[float, Any]]:
         nonlocal previous, clock
         done, began = [], time.perf_counter()
-        while time.perf_counter() - began < seconds or len(done) < least:
+        while time.perf_counter() - began < seconds or len(done) < least or len(done) % cycle:
             started = dispatch()
             if previous is not None:
                 values, ended = finish(previous), time.perf_counter()
@@ -90,7 +92,7 @@ def timed(
         before += run_for(warmup_seconds)
     gc.freeze()  # for every contender, as jaxthru's own loop does: a full collection takes up to a second
     with Clocks(gpus) as clocks:
-        done = run_for(timed_seconds, steps[1] if steps else 3)
+        done = run_for(timed_seconds, steps[1]) if steps else run_for(timed_seconds, 3, cycle)
     seconds, values = zip(*done, strict=True)
     return Timing(list(seconds), list(values), [value for _, value in before], clocks.mhz, clocks.watts)
 

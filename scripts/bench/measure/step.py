@@ -54,10 +54,8 @@ def causal_batches(built: Build, rows: np.ndarray) -> Iterator[Batch]:
         yield built.place(batch | {"positions": positions, "source": np.zeros_like(tokens)}, len(tokens))
 
 
-def kept_batches(built: Build, path: Path) -> Iterator[Batch]:
+def kept_batches(built: Build, batches: dict[str, np.ndarray]) -> Iterator[Batch]:
     """Yields the batches of a file that `blocks.write_batches` wrote, over and over."""
-    with np.load(path) as file:
-        batches = {name: file[name] for name in file.files}
     for number in itertools.cycle(range(len(batches["tokens"]))):
         batch = {name: values[number] for name, values in batches.items()}
         yield built.place(batch, len(batch["tokens"]))
@@ -84,8 +82,8 @@ class Placements(logging.Handler):
             self.lines.append(said)
 
 
-def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespace) -> dict:
-    """Returns what the steps took and did."""
+def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespace, cycle: int = 1) -> dict:
+    """Returns what the steps took and did. cycle: after how many the batches come again."""
     state, placement, step = built.first_state(), built.expert_placement(), 0
     placements = Placements()
 
@@ -104,6 +102,7 @@ def measure(built: Build, batches: Iterator[Batch], arguments: argparse.Namespac
         arguments.timed_seconds,
         arguments.steps,
         built.layout.mesh.size,
+        cycle,
     )
     needed, values = needed_flops(built.config), timing.values
     tokens = statistics.fmean(int(step["tokens"]) for step in values)
@@ -146,14 +145,17 @@ def run(arguments: argparse.Namespace) -> dict:
     built, why = resident_step(config, data) if arguments.resident else (build_step(config, data), "")
     if built is None:
         return {"fits": False, "reason": why}
+    cycle = 1  # causal rows cost the same
     if arguments.causal_rows:
         batches = causal_batches(built, np.load(arguments.causal_rows))
     elif arguments.packed_rows:
-        batches = kept_batches(built, arguments.packed_rows)
+        with np.load(arguments.packed_rows) as file:
+            kept = {name: file[name] for name in file.files}
+        batches, cycle = kept_batches(built, kept), len(kept["tokens"])
     else:
         batches = packed_batches(built)
     about = {"compile_seconds": round(built.compile_seconds, 2), "chosen": chosen(built)}
-    return measure(built, batches, arguments) | about
+    return measure(built, batches, arguments, cycle) | about
 
 
 def chosen(built: Build) -> dict:

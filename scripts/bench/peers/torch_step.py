@@ -78,10 +78,11 @@ def measure(
     targets. packed: batches in place of the causal rows that the arguments name, with what `more` is."""
     where, parameters = device(), [each for each in model.parameters() if each.requires_grad]
     optimizer = adamw(parameters)
+    cycle = len(packed.batches) if packed else 1  # causal rows cost the same
     if packed is None:
         rows = harness.rows_of(arguments)
         packed = Packed([(*batch, {}) for batch in _causal(rows)], rows.shape[2], rows[0].size)
-    batches = itertools.cycle(packed.batches)
+    batches, seconds = itertools.cycle(packed.batches), (arguments.warmup_seconds, arguments.timed_seconds)
     skipped = torch.zeros((), device=where)
 
     def dispatch():
@@ -110,7 +111,7 @@ def measure(
         return values.tolist()
 
     with attention_by(arguments.attention if where.type == "cuda" else "math"):
-        timing = timed_loop.timed(dispatch, finish, arguments.warmup_seconds, arguments.timed_seconds)
+        timing = timed_loop.timed(dispatch, finish, *seconds, cycle=cycle)
     settings = ("compile", "mode", "residual", "attention", "masks", "float8", "checkpoint", "documents")
     settings = {name: getattr(arguments, name) for name in settings if hasattr(arguments, name)}
     return result(timing, packed.tokens, packed.span, parameters, settings, **packages)
