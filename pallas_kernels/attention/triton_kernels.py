@@ -187,14 +187,14 @@ def backward_kv(
     row = tl.program_id(2).to(tl.int64)
     first += row * T
     last += row * T
-    q += (row * T * H + key_head * (H // K)) * C
-    do += (row * T * H + key_head * (H // K)) * C
     k += row * T * K * C + key_head * C
     v += row * T * K * C + key_head * C
-    statistics += (row * H + key_head * (H // K)) * T
-    delta += (row * H + key_head * (H // K)) * T
     dk += row * T * K * C + key_head * C
     dv += row * T * K * C + key_head * C
+    q += row * T * H * C + key_head * (H // K) * C
+    do += row * T * H * C + key_head * (H // K) * C
+    statistics += (row * H + key_head * (H // K)) * T
+    delta += (row * H + key_head * (H // K)) * T
 
     offsets_k, exists_k = _rows(start, T, K, C, BK)
     tokens_k = start + tl.arange(0, BK)

@@ -1,6 +1,7 @@
 """Attention's implementations, forward and backward, on causal rows and on packed documents.
 
-"all" is Llama 3 8B's shape in both kinds of rows; a shape with a window is timed without it too.
+"all" is Llama 3 8B's shape in both kinds of rows, "llama3_2_1b" that model's in rows of 2,048 and of 32,768;
+a shape with a window is timed without it too.
 
 Why there is a Triton implementation: cuDNN's packed backward pass first clears a workspace of (segments of
 all rows) × T × heads × head_dim × 8 bytes, 17.2 GB at 2 rows × 32 segments × 8,192 tokens × 32 heads × 128.
@@ -8,6 +9,10 @@ Measured on an H200 in the training step (per layer, 12 documents a row): cleari
 2.6 ms; the plain causal backward pass takes 6.2 ms, so that packed rows saved nothing. Predicted for kernels
 without a workspace, at 13.4 % of the causal products (7 products in place of cuDNN's 5, two thirds of its
 rate): about 2 ms backward, 0.6 ms forward.
+
+Predicted since gradients of keys and values are made in one loop, from kernels timed alone
+(docs/lab/kernels.md): for both passes 9 to 12 % less than at commit 11ecf7cf at llama3_2_1b, and 5 to 12 % at
+llama3_8b.
 """
 
 import dataclasses
@@ -24,15 +29,21 @@ from pallas_kernels.testing import segment_ids
 
 WITHOUT = "_without_window"
 PLAIN = {name + WITHOUT: dataclasses.replace(of, window=None) for name, of in GPU.items() if of.window}
-SHAPES, SHAPE = {f"cpu_{name}": shape for name, shape in CPU.items()} | GPU | PLAIN, "all"
-GROUPS = {"all": ("llama3_8b_causal", "llama3_8b")}
+LLAMA_1B = {
+    "llama3_2_1b_2k": Shape(16, 2048, 32, 8, 64, "documents", 16),
+    "llama3_2_1b_2k_causal": Shape(16, 2048, 32, 8, 64, "one_document", 1),
+    "llama3_2_1b_32k": Shape(1, 32_768, 32, 8, 64, "documents", 32),
+    "llama3_2_1b_32k_causal": Shape(1, 32_768, 32, 8, 64, "one_document", 1),
+}
+SHAPES, SHAPE = {f"cpu_{name}": shape for name, shape in CPU.items()} | GPU | LLAMA_1B | PLAIN, "all"
+GROUPS = {"all": ("llama3_8b_causal", "llama3_8b"), "llama3_2_1b": tuple(LLAMA_1B)}
 GROUPS |= {name.removesuffix(WITHOUT): (name.removesuffix(WITHOUT), name) for name in PLAIN}
 PACE = Pace(warmup=3.0, timed=3.0, turn=1.0, calls=10)
 LAUNCH = ("BQ", "BK", "num_warps", "num_stages")
 TILES = {
     "forward": [(128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3)],
     "backward_q": [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2)],
-    "backward_kv": [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 1)],
+    "backward_kv": [(32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3)],
 }  # fmt: skip
 """Kernel -> what of `LAUNCH` to try, the other kernels as they are."""
 
