@@ -30,11 +30,11 @@ TILES = {
     "backward_q": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 2},
     "backward_kv": {"BQ": 32, "BK": 64, "num_warps": 4, "num_stages": 3},
 }
-NARROW_TILES = TILES | {"backward_kv": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 3}}
-"""For a head dim of 64 or less, of which more fits into registers."""
+NARROW_TILES_FROM_HOPPER = TILES | {"backward_kv": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 3}}
+"""For a head dim of 64 or less. Before Hopper these would spill registers."""
 
 # The same for a head dim above 128: so small that they fit into the 99 KiB of shared memory that every GPU
-# from 8.0 on has, with next to no registers spilled; and for the 227 KiB of Hopper and of data-centre
+# from 8.0 on has, without spilled registers; and for the 227 KiB of Hopper and of data-centre
 # Blackwell, whose matrix units want 64 rows. Chosen by what the compiler reports; not measured.
 WIDE_TILES = {
     "forward": {"BQ": 64, "BK": 32, "num_warps": 8, "num_stages": 2},
@@ -50,11 +50,12 @@ WIDE_TILES_FROM_HOPPER = {
 
 def tiles(head_dim: int) -> dict[str, dict[str, int]]:
     """Returns each kernel's tile, for the GPU of this process."""
+    from_hopper = (9, 0) <= (nvidia_compute_capability() or (0, 0)) < (12, 0)
+    if head_dim <= 64:
+        return NARROW_TILES_FROM_HOPPER if from_hopper else TILES
     if head_dim <= 128:
-        return TILES if head_dim > 64 else NARROW_TILES
-    return (
-        WIDE_TILES_FROM_HOPPER if (9, 0) <= (nvidia_compute_capability() or (0, 0)) < (12, 0) else WIDE_TILES
-    )
+        return TILES
+    return WIDE_TILES_FROM_HOPPER if from_hopper else WIDE_TILES
 
 
 def attention(

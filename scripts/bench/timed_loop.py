@@ -67,8 +67,8 @@ def timed(
 
     dispatch: starts a step and returns what `finish` waits for; `finish` returns the step's values.
     steps: how many to warm up with and to time, where seconds would ask for too many of a large model's.
-    gpus: that the steps run on, for the clocks. cycle: after how many steps their batches come again; whole
-    cycles are timed, so that each contender's steps have the same documents, and each as often.
+    gpus: that the steps run on, for the clocks. cycle: after how many steps their batches come again; where
+    seconds say how long, whole cycles are timed, so that each contender has the same documents equally often.
     """
     previous, clock = None, time.perf_counter()
 

@@ -95,8 +95,8 @@ A ratio is one of tokens per second, all tokens over all seconds of the timed sp
 blocks each; the fastest peer is that of the first round, and those within 2 % of it ran twice, the others in
 1 block. A second block finds compiled and tuned what the first one left, in all contenders. A-A is the larger
 spread of two blocks of one contender; a ratio is claimed, in bold, if it differs from 1 by more than twice
-that. All contenders have float32 master weights and moments, clipping, a loss mask and a finite check. Of
-packed rows each times the same 16 batches, all of them equally often.
+that. All contenders have float32 master weights and moments, clipping, a loss mask and a finite check. In
+packed rows all that keep documents apart time the same 16 batches, each of them equally often.
 Peers recompute nothing unless all that keep everything ran out of memory; MaxText has no finite check, and
 recomputes what its policies make it. In packed rows `hf` lets tokens attend across documents, and is no part
 of the ratio. A row's record has the sustained matrix product of its run, and blocks of one commit alone.
