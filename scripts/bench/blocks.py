@@ -131,12 +131,12 @@ def first_batches(config: RunConfig, batches: int, data: Data | None = None) -> 
         return [{name: value.copy() for name, value in batch.items()} for batch in steps]
 
 
-def write_tokens(config: RunConfig, path: Path, batches: int = BATCHES) -> None:
+def write_tokens(config: RunConfig, path: Path, batches: int) -> None:
     """Writes the tokens of a run's first batches, int32 [batches, rows, sequence]."""
     np.save(path, np.stack([batch["tokens"] for batch in first_batches(config, batches)]))
 
 
-def write_batches(config: RunConfig, path: Path, batches: int = PACKED_BATCHES) -> None:
+def write_batches(config: RunConfig, path: Path, batches: int) -> None:
     """Writes a run's first batches whole: an .npz with each of their arrays, [batches, rows, sequence]."""
     found = first_batches(config, batches)
     np.savez(path, **{name: np.stack([batch[name] for batch in found]) for name in found[0]})

@@ -82,7 +82,7 @@ def measure(
     if packed is None:
         rows = harness.rows_of(arguments)
         packed = Packed([(*batch, {}) for batch in _causal(rows)], rows.shape[2], rows[0].size)
-    batches, seconds = itertools.cycle(packed.batches), (arguments.warmup_seconds, arguments.timed_seconds)
+    batches = itertools.cycle(packed.batches)
     skipped = torch.zeros((), device=where)
 
     def dispatch():
@@ -111,7 +111,9 @@ def measure(
         return values.tolist()
 
     with attention_by(arguments.attention if where.type == "cuda" else "math"):
-        timing = timed_loop.timed(dispatch, finish, *seconds, cycle=cycle)
+        timing = timed_loop.timed(
+            dispatch, finish, arguments.warmup_seconds, arguments.timed_seconds, cycle=cycle
+        )
     settings = ("compile", "mode", "residual", "attention", "masks", "float8", "checkpoint", "documents")
     settings = {name: getattr(arguments, name) for name in settings if hasattr(arguments, name)}
     return result(timing, packed.tokens, packed.span, parameters, settings, **packages)

@@ -134,11 +134,9 @@ class Setup:
         config = self.config(row)
         path = self.folder / f"{config.train.rows}x{config.data.sequence}{'.npz' if packed else '.npy'}"
         if not path.exists():
-            if packed:
-                blocks.write_batches(config, path, 2 if self.tiny else blocks.PACKED_BATCHES)
-            else:
-                count = max(16, min(blocks.BATCHES, 2**19 // config.data.sequence))
-                blocks.write_tokens(config, path, 2 if self.tiny else count)
+            causal = max(16, min(blocks.BATCHES, 2**19 // config.data.sequence))
+            count = 2 if self.tiny else blocks.PACKED_BATCHES if packed else causal
+            (blocks.write_batches if packed else blocks.write_tokens)(config, path, count)
         return path
 
 
