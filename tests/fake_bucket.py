@@ -2,15 +2,13 @@
 
 TensorStore, which reads and writes arrays, asks a server here by HTTP; fsspec, by which all else is read and
 written, looks into the same folder. As in a bucket there are no folders: what has nothing below it is not
-there, and a file is whole or not there. Other processes take part by `python tests/fake_bucket.py MODULE`.
+there, and a file is whole or not there.
 """
 
 import http.server
 import io
 import json
 import os
-import runpy
-import sys
 import threading
 import urllib.parse
 import uuid
@@ -207,10 +205,3 @@ def begin(folder: Path) -> Store:
     os.environ["TENSORSTORE_GCS_HTTP_URL"] = f"http://127.0.0.1:{server.server_port}"
     os.environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"] = "of a test"
     return store
-
-
-if __name__ == "__main__":
-    join()
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -551,25 +551,3 @@ def test_a_turns_steps_count_once_warm(bench):
     assert found["page_faults"] == [7, 7, 8] and found["peak_bytes"] == [11, 11, 12]
     with pytest.raises(SystemExit, match="too few"):
         kept.told(turns, 1.5)
-
-
-@pytest.mark.slow(minutes=0.5)
-def test_kept_memory_is_measured_in_turns(tmp_path):
-    settings = ("model.layers=1", "evaluate.rows=0", *small_data(tmp_path))
-    overrides = [word for text in settings for word in ("--set", text)]
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / "measure" / "kept_memory.py"), *overrides]
-    command += ["--config", str(ROOT / "configs" / "quickstart.py"), "--turns", "1", "--steps", "5"]
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    ended = subprocess.run(
-        [*command, "--warmup-seconds", "0"],
-        env=own | {"PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ended.returncode == 0, ended.stderr
-    line = json.loads(ended.stdout)
-    kept, given_back = (line["variants"][name] for name in ("kept", "given_back"))
-    assert kept["steps_timed"] == given_back["steps_timed"] == [4]
-    assert kept["peak_bytes"] > given_back["peak_bytes"] and line["device"]["kind"] == "cpu"

@@ -153,7 +153,7 @@ def test_balanced_steps_are_predicted_and_timed(tmp_path):
 
 
 @pytest.mark.slow(minutes=0.2)
-@pytest.mark.parametrize("of", ("jaxthru", "grain", "grain-mp", "unstarved"))
+@pytest.mark.parametrize("of", ("jaxthru", "grain-mp"))
 def test_a_starved_run_is_timed(tmp_path, of):
     words = ("--sources", "2", "--pages", "8", "--vocabulary", "1000", "--milliseconds", "1", "--input", of)
     words += ("--set", "model.vocabulary=1024", "--set", "train.rows=2")

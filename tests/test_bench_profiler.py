@@ -361,14 +361,12 @@ def test_rows_run_on_a_cpu(tmp_path):
         assert ended.returncode == 0, ended.stderr
         return {row: json.loads((tmp_path / f"profiler_{row}.json").read_text()) for row in rows.split(",")}
 
-    records = measured("clean,slow_loader,8layer_fsdp2,extra_all_gather,clock,off")
+    records = measured("clean,slow_loader,clock,off")
     lines = {row: record["blocks"][0].get("line", record["blocks"][0]) for row, record in records.items()}
     assert not [of["error"] for of in lines.values() if "error" in of]
     assert all(record["device"]["kind"] == "cpu" and record["versions"] for record in records.values())
     found = {row: record["found"] for row, record in records.items()}
     assert found["slow_loader"]["named"] == 1  # how near its size is, a busy machine does not tell
-    assert math.isfinite(found["extra_all_gather"]["compared"]["planted_seconds"])  # nor of which sign
-    assert lines["8layer_fsdp2"]["closure"]["bars"]["matmul_flops"]["met"]
     assert all("error" not in lever for lever in lines["clock"]["levers"].values())
     assert len(lines["off"]["off"]["step_seconds"]["none"]) == 2
     folder = tmp_path / "profiler_clean" / "profile" / "5"

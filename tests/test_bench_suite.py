@@ -452,7 +452,7 @@ def test_maxtext_takes_the_same_shape_and_optimizer(bench):
 @pytest.mark.slow(minutes=0.5)
 def test_a_tiny_row_runs_on_a_cpu(tmp_path):
     script = [sys.executable, str(ROOT / "scripts" / "bench" / "suite.py"), "every_shape", "--tiny"]
-    rows = ("layers_32", "near_limit", "offload_refuses")
+    rows = ("near_limit", "offload_refuses")
     one_device = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"
     ended = subprocess.run(
         [*script, "--rows", ",".join(rows), "--output", str(tmp_path), "--commit", COMMIT],
@@ -466,7 +466,6 @@ def test_a_tiny_row_runs_on_a_cpu(tmp_path):
     records = {row: json.loads((tmp_path / f"every_shape_{row}.json").read_text()) for row in rows}
     assert all("line" in each for record in records.values() for each in record["blocks"]), ended.stderr
     assert all(record["device"]["kind"] == "cpu" for record in records.values())
-    assert records["layers_32"]["found"]["tokens_per_second"] > 0
     assert records["near_limit"]["found"]["slowest"] >= 1
     assert records["offload_refuses"]["bars"][0]["met"]
     assert "on a tiny shape" in ended.stdout

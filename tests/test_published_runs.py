@@ -86,8 +86,6 @@ def test_untrained_weights_come_back_to_the_byte(site, smollm):
 
 CASES = {
     "mistral": ("mistral", 8, ["mesh.fsdp=4", "mesh.tensor=2"]),
-    "qwen2": ("qwen2", 8, ["mesh.fsdp=4", "mesh.tensor=2", "model.loop=unroll"]),
-    "qwen3": ("qwen3", 1, ["optim.state=split_master", "model.loop=unroll"]),
     "gemma3_mesh": ("gemma3", 8, ["mesh.fsdp=4", "mesh.tensor=2"]),
     "smollm_split": ("smollm", 8, ["mesh.fsdp=8", "optim.state=split_master"]),
     "qwen3_offloaded": (
@@ -179,12 +177,11 @@ def step_text(config, data) -> str:
     return text[: text.index("\n")] + re.sub(r", metadata={[^}]*}", "", text[text.index("\n%") :])
 
 
-@pytest.mark.parametrize("name", ["smollm", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_continued_training_runs_the_program_of_training_from_scratch(site, name):
-    continued = site.config(f"model.pretrained={site.path / name}")
+def test_continued_training_runs_the_program_of_training_from_scratch(site):
+    continued = site.config(f"model.pretrained={site.path / 'smollm'}")
     model = dataclasses.replace(continued.model, pretrained=None)
     scratch = dataclasses.replace(continued, model=model)
-    assert scratch.model.pretrained is None and scratch.data.tokenizer == str(site.path / name)
+    assert scratch.model.pretrained is None and scratch.data.tokenizer == str(site.path / "smollm")
     with jaxthru.open_data(continued.data) as data:
         texts = [step_text(each, data) for each in (continued, scratch)]
     assert len(texts[0]) > 10_000 and texts[0].splitlines() == texts[1].splitlines()

@@ -33,13 +33,13 @@ FAMILIES = {
     "qwen3": "qwen",
     "qwen3_instruct_2507": "qwen",
     "llama3": "llama3",
-    "gemma": "gemma",
     "gemma3": "gemma",
 }
 """Templates, with the vocabulary that they are of."""
 STOCK = {
     **FAMILIES,
     **{
+        "gemma": "gemma",
         "llama3_1": "llama3",
         "llama3_2": "llama3",
         "qwen2_5_vl": "qwen",

@@ -30,7 +30,7 @@ from pallas_kernels.weighted_swiglu import triton_kernels as swiglu_kernels
 GROUPED = CPU | {"more_than_rows": Shape(40, 8, 8, 64)}
 ROUTED = routed_shapes.CPU | {
     "most": routed_shapes.Shape(18, 512, 8, 8, 0.0),  # time by token and expert
-    "in_parts": routed_shapes.Shape(3, 4, 2, 5000),  # rows wider than a program's part of them
+    "in_parts": routed_shapes.Shape(3, 4, 2, 300),  # rows wider than a program's part of them
 }
 TILES = Tile(16, 16, 16, 4, 1, 4), Tile(32, 16, 16, 4, 1, 1), Tile(16, 32, 32, 4, 1, 8)
 HOW = {"platform": "gpu"}

@@ -154,11 +154,6 @@ def test_copies_change_nothing(mesh):
         check(mesh, "rank", copies=True)
 
 
-@slow_but_for(slow=("1", "4"), chunks=named(1, 4))
-def test_chunks_of_copies_change_nothing(chunks):
-    check(str(SHARDED), chunks=chunks, copies=True)
-
-
 def test_copies_are_rounded_once():
     """A token's sums from three devices beside its own, and its gradients: 3 × 2⁻⁹ and 1, which added one at
     a time leave 1 in bfloat16."""

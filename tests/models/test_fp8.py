@@ -331,9 +331,9 @@ def test_a_step_that_is_not_finite_is_skipped():
     np.testing.assert_array_equal(tiny.layers(state["params"])["mlp"]["down"], before)
 
 
-@pytest.mark.parametrize("compute", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_a_small_model_learns_as_well(compute):
-    float8 = np.mean(tiny.make(float8=True, compute=compute).losses(40)[-10:])
+@pytest.mark.slow
+def test_a_small_model_learns_as_well():
+    float8 = np.mean(tiny.make(float8=True, compute="bfloat16").losses(40)[-10:])
     plain = np.mean(tiny.make().losses(40)[-10:])
     assert plain < tiny.make().losses(1)[0] - 1
     assert float8 == pytest.approx(plain, rel=0.03)

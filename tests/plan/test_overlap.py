@@ -17,8 +17,7 @@ from jaxthru import config as configuration
 from jaxthru.build.checks import validate
 from jaxthru.build.memory_sizes import attention_stand_in
 from jaxthru.build.step import assemble
-from jaxthru.runtime import aot, xla
-from pallas_kernels import dispatch
+from jaxthru.runtime import aot
 
 cuda = pytest.mark.compiles_for("cuda")
 
@@ -190,18 +189,3 @@ def test_the_ring_hides_what_plain_collectives_show():
     )
     assert plain.communication > 0.05 * plain.step, "there is nothing to hide"
     assert ring.exposed < 0.25 * plain.exposed
-
-
-@cuda
-@pytest.mark.slow(minutes=1.2)  # with the tests above
-def test_nothing_runs_beside_kernels_that_wait_for_peers(monkeypatch):
-    """Where another axis has its collectives, these run in line: one beside a kernel may hold the
-    multiprocessors that the kernel's peer waits for."""
-    known = dispatch.Operation.options
-    on_gpu = lambda operation, name, platform, named: known(operation, name, "gpu", named)  # noqa: E731
-    monkeypatch.setattr(dispatch.Operation, "options", on_gpu)
-
-    fused = "mesh.tensor=2", "kernels.collective_matmul=mosaic_gpu", "model.layers=1"
-    hlo = compiled(*FSDP, *fused, devices=4, **xla.for_peers("gpu"))
-    assert hlo.count('custom_call_target="mosaic_gpu') == 4 * 2  # places, directions
-    assert " all-gather(" in hlo and not any(f" {start}(" in hlo for start in STARTS)

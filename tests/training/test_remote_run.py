@@ -2,23 +2,19 @@
 
 import fcntl
 import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import fake_bucket
 import pytest
 from bucket_checkpoints import check_that_damage_is_passed_over, restored, save
 from etils import epath
-from processes import finish, job
 from runs import make_workplace
 
 import jaxthru
 from jaxthru import supervise
 from jaxthru.build.language_model import folder_of
 from jaxthru.runtime import bucket as bucket_addresses
-from jaxthru.runtime import exit_codes
 from jaxthru.runtime.errors import InputError, TrainingError
 from jaxthru.training import remote_run
 from jaxthru.training.checkpoint import CheckpointError
@@ -163,40 +159,6 @@ def test_a_run_in_a_bucket_goes_on_without_its_mirror(bucket, tmp_path, monkeypa
     assert list(found["step"]) == list(range(1, 10)) and list(found["loss"]) == list(whole["loss"])
     there = (epath.Path(URL) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in there] == list(whole["loss"])
-
-
-@pytest.mark.slow
-def test_two_processes_in_a_bucket_lose_one_and_go_on_elsewhere(bucket, tmp_path, monkeypatch):
-    place = make_workplace(tmp_path)
-    settings = {"mesh__data": -1, "mesh__fsdp": 1, "evaluate__rows": 0, "checkpoint__every": 10}
-
-    def start(where: str) -> list[subprocess.Popen]:
-        command = place.command("whole", **settings)
-        command[1:3] = [fake_bucket.__file__, "jaxthru.train"]
-        command[command.index("--run-dir") + 1] = where
-        how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return [subprocess.Popen(command, env=place.environment() | said, **how) for said in job(2)]
-
-    whole, (first, second) = start(str(tmp_path / "whole")), start(URL)
-    checkpoints, deadline = epath.Path(URL) / "checkpoints", time.monotonic() + 900
-    try:
-        while not saved_steps(checkpoints) and first.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        second.kill()
-        output = first.communicate(timeout=300)[0]
-    finally:
-        for process in (first, second):
-            process.kill()
-            process.communicate()
-        finish(whole, 300)
-    assert first.returncode == exit_codes.PEER_LOST and "process 1 (" in output, output
-    saved = saved_steps(checkpoints)[-1]
-    assert 10 <= saved < 40
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other hosts"))
-    assert f"resumed from step {saved}" in finish(start(URL), 300)[0]
-    there = (epath.Path(URL) / "metrics.jsonl").read_text().splitlines()
-    losses = {row["step"]: (row["loss"], row["grad_norm"]) for row in map(json.loads, there)}
-    assert losses == place.losses("whole") and list(losses) == list(range(1, 41))
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,7 @@ def test_what_a_source_leaves_at_its_end_goes_to_the_others_by_their_weights():
     assert made.taken(3)[0] == 1000 and made.taken(3)[2] <= 1
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(
     sources=st.lists(
         st.tuples(

@@ -220,13 +220,12 @@ def test_what_a_layer_of_experts_is_not_to_have(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 2, 2, 1)], ids=str)
-def test_the_step_of_a_mixture_breaks_no_rule(sizes):
-    """On one device, and with experts over two of four."""
+def test_the_step_of_a_mixture_breaks_no_rule():
+    """With experts over two of four devices."""
     shape = moe.Config(vocabulary=512, layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128)
     shape = dataclasses.replace(shape, expert_mlp=32, aux_loss=1e-2, bias_rate=1e-3)
-    mesh = dict(zip(AXES, sizes, strict=True))
-    text = tiny.make((sizes[0], sizes[1], sizes[3], sizes[2]), of=shape, loop="scan").compiled.as_text()
+    mesh = dict(zip(AXES, (1, 2, 2, 1), strict=True))
+    text = tiny.make((1, 2, 1, 2), of=shape, loop="scan").compiled.as_text()
     flops = facts.facts(shape, "float32").matmul_flops_per_token / shape.layers
     how = {"mesh": mesh, "train": {"rows": tiny.ROWS, "microbatches": 1}}
     for rule in (*EXPERTS_RULES, "collectives", "loops", "not_donated", "attention_again"):
