@@ -101,7 +101,7 @@ def told_to_stop(place: Workplace, processes: list[Process], victim: int) -> lis
 def test_whatever_ends_a_run_the_same_command_goes_on(place):
     """Each fault, of the first process or the other, befalls one run in turn. It goes on from the newest
     checkpoint, and its losses are those of a run that nothing disturbed."""
-    faults = (killed, 0), (stopped, 1), (robbed_of_its_disk, 0), (told_to_stop, 1)
+    faults = (killed, 0), (killed, 1), (stopped, 0), (robbed_of_its_disk, 1), (told_to_stop, 1)
     saved, further = 0, 11  # the second save has waited for the first
     for fault, victim in faults:
         print(f"from step {saved}: process {victim} is {fault.__name__}")

@@ -48,8 +48,8 @@ def product(a, b):
 
 @slow_but_for(
     "2-plain-alone",
-    slow=("1-transposed-alone", "2-transposed-clusters"),
-    t=named(1, 2),
+    slow=("1-transposed-alone", "3-plain-clusters"),
+    t=named(1, 2, 3),
     transposed={"plain": False, "transposed": True},
     form={"alone": (SMALL, CTAS), "clusters": (PAIRS, 4)},
 )
@@ -103,14 +103,15 @@ FORMS_OF_SCATTER = {
     "256": (Tiles(256, 64, stages=3, minor="N", width=1), CTAS),
     "clusters": (dataclasses.replace(PAIRS, senders=1), 6),
 }
-RANKS = {"1_beside": (1, True), "2": (2, False), "2_beside": (2, True), "4_beside": (4, True)}
+RANKS = {"1_beside": (1, True), "2": (2, False), "2_beside": (2, True), "3_beside": (3, True)}
+RANKS |= {"4_beside": (4, True)}
 
 
 @slow_but_for(
     "128-2",
-    slow=("256-2", "clusters-1_beside"),
+    slow=("256-2", "clusters-1_beside", "clusters-3_beside"),
     form=FORMS_OF_SCATTER,
-    ranks={name: RANKS[name] for name in ("1_beside", "2")},
+    ranks={name: RANKS[name] for name in ("1_beside", "2", "3_beside")},
 )
 def test_matmul_scatter(form, ranks, monkeypatch):
     (shape, ctas), (t, beside) = form, ranks

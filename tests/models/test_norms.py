@@ -105,7 +105,12 @@ def test_kernels_train_as_xla_does_offloaded(mesh, called):
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
-        pytest.param((2, 2, 2), {"remat": "projections", "microbatches": 2}, id="every_axis"),
+        pytest.param((2, 2, 2), {"remat": "projections"}, id="every_axis"),
+        pytest.param(
+            (1, 2, 1),
+            {"loop": "unroll", "microbatches": 2, "remat": "full", "ops": ("copies",)},
+            id="microbatches_and_copies",
+        ),
         pytest.param((1, 1, 2, 2), {"of": EXPERTS}, id="experts"),
         pytest.param((1, 1, 2), {"of": EXPERTS, "qk_norm_together": True}, id="heads_together"),
         pytest.param((2, 1, 2), {"of": GEMMA}, id="gemma"),

@@ -122,24 +122,24 @@ def test_the_model_of_a_gpu():
 
 
 @functools.cache
-def lowered(*settings: str, devices: int) -> jax.stages.Lowered:
+def lowered(*settings: str) -> jax.stages.Lowered:
     """Returns the step of the 8-layer configuration with other settings, to be compiled for H200s."""
     config = configuration.load(
         "configs/llama3_8b_8layer.py",
         ["model.layers=4", "remat.policy=projections", "model.loop=unroll", *settings],
     )
-    layout = validate(config, jax.devices()[:devices], "gpu")
+    layout = validate(config, jax.devices()[:2], "gpu")
     attention, _ = attention_stand_in(config, layout, SEGMENTS)
     made = assemble(config, layout, segments=SEGMENTS, sources=1, attention=attention)
     return aot.lower(made.jitted, made.abstract, made.batch)
 
 
 @functools.cache
-def compiled(*settings: str, devices: int = 2, **options) -> str:
+def compiled(*settings: str, **options) -> str:
     """Returns its program. options: of XLA, beside those that plans are compiled with."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aot, "OPTIONS", aot.OPTIONS | options)
-        return aot.compile_for(lowered(*settings, devices=devices), aot.TARGETS["h200"], devices).hlo
+        return aot.compile_for(lowered(*settings), aot.TARGETS["h200"], 2).hlo
 
 
 FSDP = "mesh.fsdp=2", "train.rows=4"

@@ -65,8 +65,9 @@ def test_the_arithmetic_is_near_what_was_compiled(settings, compiled):
     assert abs(plan.peak_device / GIB / compiled - 1) < 0.05, plan.peak_device / GIB
 
 
-def test_qwen3_235b_fits_128_h200s():
-    """All 94 layers, experts over eight GPUs of a host and the rest over 16 hosts: 87.0 GiB as compiled."""
+def test_the_arithmetic_of_a_large_mixture_is_near_what_was_compiled():
+    """All 94 layers for 128 H200s, experts over eight of a host and the rest over sixteen hosts: 87.0 GiB as
+    JAX 0.11.2 compiled them, which takes minutes."""
     settings = "model.loop=scan", "remat.policy=attention", "offload.level=none", "precision.matmul=compute"
     config = configuration.load("configs/qwen3_235b_a22b.py", settings)
     plan, _ = memory_estimate.estimate(config, devices=128, segments=8)

@@ -169,7 +169,6 @@ PLANTED = Path(__file__).resolve().parents[3] / "scripts" / "bench" / "measure" 
 
 @pytest.mark.slow
 def test_a_planted_cause_has_its_line(place, tmp_path):
-    """Of a loader that is too slow tests/test_bench_profiler.py says so."""
     planted = [sys.executable, PLANTED, "sync", tmp_path / "notes.json", "--seconds", "0.1"]
     arguments = place.command("sync", **PROFILED)[3:]
     subprocess.run([*planted, "--", *arguments], env=place.environment(), check=True)
