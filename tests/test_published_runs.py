@@ -24,7 +24,7 @@ from jaxthru.train import run
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """With folders of all families."""
+    """With folders of four families."""
     made = make_site(tmp_path_factory.mktemp("site"))
     for name in ("smollm", "qwen2", "qwen3", "gemma3"):
         folder_of(made.path, name)
