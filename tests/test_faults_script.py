@@ -12,7 +12,7 @@ from runs import ROOT
 @pytest.mark.parametrize(
     ("what", "count", "more"),
     [
-        ("endings", 2, ("--processes", "1", "2")),
+        ("endings", 2, ("--processes", "2")),
         ("checkpoints", 20, ()),
         ("inputs", 20, ()),
     ],
