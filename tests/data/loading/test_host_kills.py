@@ -145,10 +145,9 @@ class Trainers:
             assert process.returncode in (0, -signal.SIGKILL)
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_batches_are_the_same_whoever_is_killed(prepared, count):
-    """Over 1,000 requests, or 500 of one trainer, which is the slowest to come back."""
-    trainers = Trainers(prepared, count, steps=min(500, 1000 // count))
+def test_batches_are_the_same_whoever_is_killed(prepared):
+    """Four trainers, over 1,000 requests."""
+    trainers = Trainers(prepared, 4, steps=250)
     trainers.run()
     assert trainers.kills >= 4
     config, keys = prepared
