@@ -19,8 +19,8 @@ or a state to 7, a difference in float32's last bit sometimes becomes one of tho
 
 FAST = ("scan",)
 SLOW = (
-    *("muon, unroll, qk_norm", "state int8"),
-    *("previous clipping", "wsd, no clipping"),
+    *("muon", "state int8"),
+    *("rope scaling", "previous clipping", "wsd, no clipping", "muon, unroll, qk_norm", "state bfloat16"),
     *("state split_master_int8", "state stochastic_rounding", "fp8, unroll, 2 micro-batches", "bf16"),
     *("mesh (2,2,2)", "z-loss, 2 micro-batches", "offload parameters, names, half, tied, 2 micro-batches"),
 )
