@@ -80,6 +80,7 @@ class Model:
             writes_to_peers=self.ops.collective_matmul_by in WRITES_TO_PEERS,
             copies=self.ops.copies,
             experts="expert" in layout.live_axes,
+            loops=self.loop == "scan",
             autotuned=autotuned,
         )
 

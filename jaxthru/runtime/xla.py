@@ -180,17 +180,19 @@ def for_peers(platform: str) -> dict[str, Any]:
     }
 
 
-def for_matmuls(platform: str) -> dict[str, Any]:
+def for_matmuls(platform: str, loops: bool = False) -> dict[str, Any]:
     """Returns the options for compiling a program with large matmuls: none off a GPU, or where XLA_FLAGS says
-    it.
+    it. loops: over layers, see `STACKED_BY_COPY`.
 
     By default XLA wraps each matmul for Triton, compiles and times it in many tiles beside cuBLAS's; where
     cuBLAS's is taken, as of large ones it is, nothing is left in the wrap for it to add as it writes. On an
     H200, without Triton's: the step of Llama-3.2-1B compiled in 15 s in place of 29, and made 1.9% more
     tokens a second, once each; that of 8 layers of Llama 3 8B in float8 had taken 128 s to compile.
     """
-    found = {"xla_gpu_enable_triton_gemm": False}
-    return _unless_given(found) if platform in ("gpu", "cuda", "rocm") else {}
+    if platform not in ("gpu", "cuda", "rocm"):
+        return {}
+    options = _unless_given({"xla_gpu_enable_triton_gemm": False})
+    return options | _unless_given(STACKED_BY_COPY) if loops else options
 
 
 def _unless_given(options: dict[str, Any]) -> dict[str, Any]:
@@ -204,11 +206,9 @@ SHORT_GRAPHS = {"xla_gpu_graph_min_graph_size": 1}
 Outside of one it fills what cuDNN's attention backward writes to, and its workspace, with zeros before each
 call: 17 GB and 4 ms for two rows of 8,192 tokens with up to 32 documents each."""
 
-
 COPIED_PERMUTES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 """Permutes between GPUs of one process are copies by their copy engines, and take no multiprocessors from
 what runs beside them; NCCL's kernels do. Between processes they stay NCCL's."""
-
 
 FENCED = {
     "xla_gpu_experimental_scheduler_memory_fencing_threshold_bytes": 64 << 20,
@@ -218,10 +218,12 @@ FENCED = {
 
 XLA's scheduler puts off what no collective waits for, and none does for gradients of experts that one device
 alone has: all layers' came last, and what they are made of stayed until then (its pull request 45929). All
-48 layers of Qwen3-30B-A3B over two H200s, 16 rows of 4,096, compiled, of 134 GiB a GPU: 195 GiB before
-recomputing brought it to 133, and by the schedule 95 ms of 1.80 s in collectives alone; so 131 GiB, and 27 ms
-of 1.68 s. Without experts little is gained: over two, 8 layers of Llama 3 8B take as much memory by fsdp, and
-by tensor 4 GiB less of 36 beside the state, and by their schedules 0.7% and 0.4% longer."""
+48 layers of Qwen3-30B-A3B would take 195 GiB of each of two H200s' 134, and so take 131
+(docs/lab/parallelism.md)."""
+
+STACKED_BY_COPY = {"xla_gpu_enable_dynamic_slice_fusion": False}
+"""A loop over layers copies what it keeps for the backward pass into its stacks. XLA would have the matmul
+write there, and make it once more for what else reads its result (docs/lab/kernels.md)."""
 
 
 def given_flags() -> str:
@@ -281,15 +283,16 @@ def compiler_options(
     writes_to_peers: bool = False,
     copies: bool = False,
     experts: bool = False,
+    loops: bool = False,
     autotuned: Path | None = None,
 ) -> dict[str, Any]:
     """Returns the options for compiling the step on `platform`, each kept for a reason.
 
     devices: that share the step. deterministic: bit-exact repeats on a GPU; a CPU gives them always.
     writes_to_peers: has kernels that address other GPUs' memory, for which see `for_peers`. copies: permutes
-    are to be copies, see `COPIED_PERMUTES`. experts: are divided over devices, see `FENCED`. autotuned: the
-    folder that the results of autotuning come from and go to, as text; compile within `nothing_kept`, as a
-    program found compiled may be tuned otherwise.
+    are to be copies, see `COPIED_PERMUTES`. experts: are divided over devices, see `FENCED`. loops: over
+    layers, see `STACKED_BY_COPY`. autotuned: the folder that the results of autotuning come from and go to,
+    as text; compile within `nothing_kept`, as a program found compiled may be tuned otherwise.
     """
     options: dict[str, Any] = {}
     if platform not in ("gpu", "cuda", "rocm"):
@@ -303,7 +306,7 @@ def compiler_options(
         options |= COPIED_PERMUTES
     if experts:
         options |= _unless_given(FENCED)
-    options |= for_matmuls(platform)
+    options |= for_matmuls(platform, loops)
     if deterministic:
         options["xla_gpu_deterministic_ops"] = True
     if autotuned:

@@ -247,9 +247,19 @@ def test_arrays_of_divided_experts_do_not_outlive_their_use(expert, fenced, monk
     assert not model.compiler_options(platform="gpu").keys() & xla.FENCED.keys()
 
 
+def test_matmuls_are_not_joined_with_a_loop_s_stacks_unless_a_flag_says_so(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    ops = Ops(Layout(make_mesh(MeshConfig(), jax.devices()[:1])), jnp.dtype(jnp.bfloat16))
+    looped, unrolled = (Model(object(), ops, "none", loop) for loop in ("scan", "unroll"))
+    assert looped.compiler_options(platform="gpu") == CUBLAS | xla.STACKED_BY_COPY
+    assert unrolled.compiler_options(platform="gpu") == CUBLAS
+    monkeypatch.setenv("XLA_FLAGS", f"--{min(xla.STACKED_BY_COPY)}=true")
+    assert looped.compiler_options(platform="gpu") == CUBLAS
+
+
 def test_the_installed_jaxlib_knows_each_option(tmp_path):
     """It refuses a program compiled with one that it does not know."""
-    kinds = {"writes_to_peers": True, "copies": True, "experts": True}
+    kinds = {"writes_to_peers": True, "copies": True, "experts": True, "loops": True}
     options = xla.compiler_options("gpu", 2, True, **kinds, autotuned=tmp_path)
     for name, value in options.items():
         xla.check_flags(f"--{name}={value}")

@@ -16,6 +16,7 @@ from jaxthru.engine.inline import hidden as hidden_of
 from jaxthru.engine.step import Step, TrainConfig, check_groups
 from jaxthru.models.ops import Ops
 from jaxthru.optim.optimizer import OptimConfig, make_schedule
+from jaxthru.profile.read import hlo
 from jaxthru.runtime import aot
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
@@ -197,13 +198,29 @@ def test_the_update_on_several_gpus_copies_no_state():
     """Weights and moments, all in float32, are updated where they lie."""
     made = tiny.make(mesh=(1, 2, 1), loop="unroll", compute="bfloat16")
     lowered = aot.lower(jitted(made), made.abstract, made.inputs)
-    hlo = aot.compile_for(lowered, aot.TARGETS["h200"], 2).hlo
-    entry = hlo[hlo.index("\nENTRY ") :]
+    text = aot.compile_for(lowered, aot.TARGETS["h200"], 2).hlo
+    entry = text[text.index("\nENTRY ") :]
     entry = entry[: entry.index("\n}")]
     leaves = [leaf for leaf in jax.tree.leaves(made.abstract) if leaf.ndim > 1]
     least = min(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
     copies = re.findall(r" = f32\[([\d,]+)\]\S* copy\(", entry)
     assert not [shape for shape in copies if math.prod(map(int, shape.split(","))) >= least]
+
+
+@pytest.mark.compiles_for("cuda")
+def test_a_loop_over_layers_makes_no_matmul_twice():
+    """As XLA would where a result is both read in the loop and stacked for the backward pass."""
+
+    def matmuls(loop: str) -> int:
+        made = tiny.make(loop=loop, compute="bfloat16", remat="projections", layers=3, embed=128, mlp=256)
+        lowered = aot.lower(jitted(made), made.abstract, made.inputs)
+        chosen = made.step.model.compiler_options(platform="gpu")
+        program = hlo.module(aot.compile_for(lowered, aot.TARGETS["h200"], chosen=chosen).hlo)
+        kernels = [each for each in program.instructions() if each[0].opcode not in hlo.CONTROL]
+        inner = [(times, one.target) for kernel, times in kernels for one, _ in program.inner(kernel)]
+        return sum(times for times, target in inner if target.startswith("__cublas"))
+
+    assert matmuls("scan") == matmuls("unroll")
 
 
 def test_groups_must_fit_the_mesh():

@@ -181,7 +181,8 @@ class Program:
                 self.config, graph, self.mesh, abstract, shardings, train_step, params_shardings=of_parameters
             )
             self.shardings = shardings
-            return step.lower(abstract, batch).compile(xla.for_matmuls(jax.default_backend()))
+            options = xla.for_matmuls(jax.default_backend(), loops=self.config.scan_layers)
+            return step.lower(abstract, batch).compile(options)
 
     def state(self) -> Any:
         """Returns the state before the first update."""
