@@ -218,8 +218,7 @@ FENCED = {
 
 XLA's scheduler puts off what no collective waits for, and none does for gradients of experts that one device
 alone has: all layers' came last, and what they are made of stayed until then (its pull request 45929). All
-48 layers of Qwen3-30B-A3B would take 195 GiB of each of two H200s' 134, and so take 131
-(docs/lab/parallelism.md)."""
+48 layers of Qwen3-30B-A3B over two H200s then had to recompute to fit (docs/lab/parallelism.md)."""
 
 STACKED_BY_COPY = {"xla_gpu_enable_dynamic_slice_fusion": False}
 """A loop over layers copies what it keeps for the backward pass into its stacks. XLA would have the matmul

@@ -220,7 +220,7 @@ def test_a_loop_over_layers_makes_no_matmul_twice():
         inner = [(times, one.target) for kernel, times in kernels for one, _ in program.inner(kernel)]
         return sum(times for times, target in inner if target.startswith("__cublas"))
 
-    assert matmuls("scan") == matmuls("unroll")
+    assert matmuls("scan") == matmuls("unroll") > 0
 
 
 def test_groups_must_fit_the_mesh():
