@@ -181,8 +181,8 @@ def for_peers(platform: str) -> dict[str, Any]:
 
 
 def for_matmuls(platform: str, loops: bool = False) -> dict[str, Any]:
-    """Returns the options for compiling a program with large matmuls: none off a GPU, or where XLA_FLAGS says
-    it. loops: over layers, see `STACKED_BY_COPY`.
+    """Returns the options for compiling a program with large matmuls: none off a GPU, nor any that XLA_FLAGS
+    names. loops: over layers, see `STACKED_BY_COPY`.
 
     By default XLA wraps each matmul for Triton, compiles and times it in many tiles beside cuBLAS's; where
     cuBLAS's is taken, as of large ones it is, nothing is left in the wrap for it to add as it writes. On an
@@ -217,8 +217,8 @@ FENCED = {
 """A large array outlives its last use, in the order that takes least memory, by eight collectives at most.
 
 XLA's scheduler puts off what no collective waits for, and none does for gradients of experts that one device
-alone has: all layers' came last, and what they are made of stayed until then (its pull request 45929). All
-48 layers of Qwen3-30B-A3B over two H200s then had to recompute to fit (docs/lab/parallelism.md)."""
+alone has: all layers' came last, and what they are made of stayed until then (its pull request 45929; for
+what that took of Qwen3-30B-A3B see docs/lab/parallelism.md)."""
 
 STACKED_BY_COPY = {"xla_gpu_enable_dynamic_slice_fusion": False}
 """A loop over layers copies what it keeps for the backward pass into its stacks. XLA would have the matmul

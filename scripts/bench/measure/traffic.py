@@ -28,8 +28,7 @@ from jaxthru.profile.read import hlo
 from jaxthru.runtime import aot, xla
 
 FREE = "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "opt-barrier"
-CONTROL = "while", "conditional", "call"
-"""What moves nothing, and what only runs others."""
+"""What moves nothing."""
 
 
 def part_of(op_name: str) -> tuple[str, str]:
@@ -46,7 +45,7 @@ def moved(module: hlo.Module) -> list[dict]:
     """Returns the kernels of a program, added up by part and by what they do, the largest first."""
     found: dict[tuple, list[int]] = collections.defaultdict(lambda: [0, 0])
     for instruction, times in module.instructions():
-        if instruction.opcode in FREE + CONTROL:
+        if instruction.opcode in FREE + hlo.CONTROL:
             continue
         size = sum(map(hlo.size, instruction.shapes)) + sum(map(hlo.size, module.operand_shapes(instruction)))
         # A product with the slices around it has no name of its own.
