@@ -183,21 +183,22 @@ def _scanned(
     model: Model, group: Group, trees: Tree, x_ND: jax.Array, context: Context, first: int, book: Callable
 ) -> tuple[jax.Array, Terms, Back]:
     """Returns the same of a group whose layers are stacked, by a loop over its repetitions."""
-    blocks = list(enumerate(group.blocks))
+    loops = group.repetitions > 1  # XLA makes none of one repetition
+    blocks = [(at, stage, walk.block(model, stage, loops)) for at, stage in enumerate(group.blocks)]
 
     def forward(x_ND: jax.Array, trees: Tree) -> tuple:
         saved, terms = [], {}
-        for at, stage in blocks:
-            link = walk.linearised_block(model, stage, trees[at], x_ND, context)
+        for at, stage, apply in blocks:
+            link = walk.linearised_block(model, stage, trees[at], x_ND, context, apply=apply)
             saved.append((x_ND, link.kept))
             x_ND, terms = link.result[0], merged(model.chain, terms, link.aux)
         return x_ND, (saved, terms)
 
     def back(carry: tuple, each: tuple) -> tuple:
         (dx_ND, repetition), (trees, at_hand), gradients = carry, each, [None] * len(blocks)
-        for at, stage in reversed(blocks):
+        for at, stage, apply in reversed(blocks):
             x_ND, kept = at_hand
-            link = walk.linearised_block(model, stage, trees[at], x_ND, context, kept)
+            link = walk.linearised_block(model, stage, trees[at], x_ND, context, kept, apply)
             gradients[at], dx_ND = link.pullback(walk.cotangents(link, dx_ND, context))
             if at:
                 # As if each block were a loop's whole body: left to itself, XLA puts off matmuls that nothing
@@ -207,7 +208,7 @@ def _scanned(
                 )
                 one = functools.partial(jax.lax.dynamic_index_in_dim, index=repetition, keepdims=False)
                 at_hand = jax.tree.map(one, stacks)
-            elif group.repetitions == 1:  # of which XLA makes no loop, at whose end matmuls would be made
+            elif not loops:  # at whose end matmuls would be made
                 dx_ND, gradients[at] = jax.lax.optimization_barrier((dx_ND, gradients[at]))
         return (dx_ND, repetition - 1), gradients
 

@@ -34,14 +34,15 @@ def embedding(model: Model, tokens_BT: jax.Array, context: Context) -> Callable:
     return apply
 
 
-def block(model: Model, stage: Stage) -> Callable:
-    """Returns (params, input [N, D], context) of a block -> its output, rematerialised as the policy says."""
+def block(model: Model, stage: Stage, in_loop: bool = False) -> Callable:
+    """Returns (params, input [N, D], context) of a block -> its output, rematerialised as the policy says.
+    in_loop: see `remat`."""
 
     def apply(params: Tree, x_ND: jax.Array, context: Context) -> tuple:
         y_ND, extras = stage.apply(params, x_ND, context)
         return (y_ND, dict(extras.losses)), of_stage(model.chain, stage, extras, context.share)
 
-    return jax.named_scope(scopes.MODEL)(remat(apply, model.policy))
+    return jax.named_scope(scopes.MODEL)(remat(apply, model.policy, in_loop))
 
 
 def head(objective: Objective, batch: Batch, weight: jax.Array, context: Context) -> Callable:

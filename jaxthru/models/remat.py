@@ -41,12 +41,17 @@ class RematConfig:
     keep_parameters: bool = False
 
 
-def remat(function: Callable, policy: str) -> Callable:
-    """Returns `function` under the named policy. `function` is one layer of the model."""
+def remat(function: Callable, policy: str, in_loop: bool = False) -> Callable:
+    """Returns `function` under the named policy. `function` is one layer of the model.
+
+    in_loop: whether the backward pass is a loop of its own over layers. XLA then finds no forward pass beside
+    it to take results from, and nothing has to keep it from that: a barrier would also have it copy each
+    slice of what is stacked before it is used.
+    """
     if policy == "none":
         return function
     keep = jax.checkpoint_policies.save_only_these_names(PARAMETERS, *KEPT[policy])
-    return jax.checkpoint(function, policy=keep)
+    return jax.checkpoint(function, policy=keep, prevent_cse=not in_loop)
 
 
 def kept_bytes(

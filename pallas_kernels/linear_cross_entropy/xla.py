@@ -53,6 +53,11 @@ def losses_and_gradient(
     return losses_C, log_z_C, logits_gradient(logits_CV, log_z_C, targets_C, weights_C, z_loss)
 
 
+def logits_bytes(of_all: int) -> int:
+    """Returns what a chunk's logits take at most. of_all: bytes of all tokens' logits."""
+    return LOGITS_BYTES
+
+
 def linear_cross_entropy(
     hidden_BTD,
     matrix,
@@ -64,19 +69,18 @@ def linear_cross_entropy(
     axis_name,
     weighted_only,
     losses_and_gradient=losses_and_gradient,
-    logits_bytes=None,
+    logits_bytes=logits_bytes,
 ):
     """Returns (objective, losses [B, T], log(Z) [B, T]); see `linear_cross_entropy` of the package.
 
     losses_and_gradient: of a chunk's logits, as the function of this name makes them. logits_bytes: what
-    these take at most; None is LOGITS_BYTES.
+    these take at most, as the function of this name says.
     """
     B, T, D = hidden_BTD.shape
     hidden_BTD, matrix = vary_alike(hidden_BTD, matrix)
     d_dim = layout.index("D")
-    if logits_bytes is None:
-        logits_bytes = LOGITS_BYTES
-    C = chunk_length(B * T, matrix.shape[1 - d_dim], hidden_BTD.dtype.itemsize, logits_bytes)
+    V, itemsize = matrix.shape[1 - d_dim], hidden_BTD.dtype.itemsize
+    C = chunk_length(B * T, V, itemsize, logits_bytes(B * T * V * itemsize))
     objective, losses_N, log_z_N = _losses(
         hidden_BTD.reshape(B * T, D),
         matrix,

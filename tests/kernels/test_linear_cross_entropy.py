@@ -28,6 +28,7 @@ def small_chunks(monkeypatch):
     """Chunks of 16 tokens for these shapes, so that there are many and one is not full."""
     for form in (xla, triton):
         monkeypatch.setattr(form, "LOGITS_BYTES", 0)
+    monkeypatch.setattr(triton, "LOGITS_BYTES_OF_MANY", 0)
     monkeypatch.setattr(xla, "TILE", 16)
 
 
@@ -222,7 +223,10 @@ def test_odd_inputs(implementation, small_chunks):
 def test_chunks_fit():
     most = xla.LOGITS_BYTES
     assert xla.chunk_length(16_384, 128_256, 2, most) == 2048
-    assert xla.chunk_length(16_384, 128_256, 2, triton.LOGITS_BYTES) == 3072
+    for tokens, vocabulary, C in ((16_384, 128_256, 3072), (32_768, 128_256, 4096), (10**6, 128_256, 4096)):
+        room = triton.logits_bytes(tokens * vocabulary * 2)
+        assert xla.chunk_length(tokens, vocabulary, 2, room) == C
+        assert C * vocabulary * 2 <= 2 * most  # a plan of memory counts with xla's logits and gradient
     assert xla.chunk_length(16_384, 64_128, 2, most) == 4096  # a vocabulary split in two
     assert xla.chunk_length(100, 512, 4, most) == 100
     for tokens, vocabulary in ((16_384, 128_256), (8191, 151_936), (1_000_000, 32_000), (700, 10**7)):

@@ -73,6 +73,8 @@ def test_what_is_asked_for_stays():
         ("full", "scan")
     }
     assert not any(c.config.offload.layered for c in candidates(asked, Room(20 * GIB, 100 * GIB)))
+    # A loop copies what is kept into stacks: where it is asked for, `none` is not the fastest.
+    assert next(candidates(eight_layers("model.loop=scan"), room)).config.remat.policy == "projections"
     asked = eight_layers("offload.level=optimizer", "offload.fraction=0.5")
     found = [c.config for c in candidates(asked, room)]
     assert {(c.offload.level, c.offload.fraction) for c in found} == {("optimizer", 0.5)}

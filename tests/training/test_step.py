@@ -207,20 +207,40 @@ def test_the_update_on_several_gpus_copies_no_state():
     assert not [shape for shape in copies if math.prod(map(int, shape.split(","))) >= least]
 
 
+def kernels_for_a_gpu(loop: str) -> list[tuple[hlo.Module, hlo.Instruction, int]]:
+    """Returns the kernels of a step that computes norms and activations again, and how often each runs."""
+    made = tiny.make(loop=loop, compute="bfloat16", remat="projections", layers=3, embed=128, mlp=256)
+    chosen = made.step.model.compiler_options(platform="gpu")
+    lowered = aot.lower(jitted(made), made.abstract, made.inputs)
+    program = hlo.module(aot.compile_for(lowered, aot.TARGETS["h200"], chosen=chosen).hlo)
+    found = program.instructions()
+    return [(program, one, times) for one, times in found if one.opcode not in hlo.CONTROL]
+
+
 @pytest.mark.compiles_for("cuda")
 def test_a_loop_over_layers_makes_no_matmul_twice():
     """As XLA would where a result is both read in the loop and stacked for the backward pass."""
 
     def matmuls(loop: str) -> int:
-        made = tiny.make(loop=loop, compute="bfloat16", remat="projections", layers=3, embed=128, mlp=256)
-        lowered = aot.lower(jitted(made), made.abstract, made.inputs)
-        chosen = made.step.model.compiler_options(platform="gpu")
-        program = hlo.module(aot.compile_for(lowered, aot.TARGETS["h200"], chosen=chosen).hlo)
-        kernels = [each for each in program.instructions() if each[0].opcode not in hlo.CONTROL]
-        inner = [(times, one.target) for kernel, times in kernels for one, _ in program.inner(kernel)]
+        inner = [
+            (times, one.target) for m, kernel, times in kernels_for_a_gpu(loop) for one, _ in m.inner(kernel)
+        ]
         return sum(times for times, target in inner if target.startswith("__cublas"))
 
     assert matmuls("scan") == matmuls("unroll") > 0
+
+
+@pytest.mark.compiles_for("cuda")
+def test_a_loop_over_layers_copies_no_matrix_from_its_stack():
+    """Matrices are cast as they are read there, in the forward and in the backward pass."""
+    of_slices = {"parameter", "constant", "subtract", "bitcast", "dynamic-slice"}
+    cast, copied = 0, []
+    for program, kernel, _ in kernels_for_a_gpu("scan"):
+        does = {one.opcode for one, _ in program.inner(kernel) if one is not kernel}
+        if "dynamic-slice" in does:
+            cast += does == of_slices | {"convert"} - {"bitcast"}
+            copied += [shape for shape in kernel.shapes if does <= of_slices and shape[0] == "f32"]
+    assert cast and not [dims for _, dims in copied if math.prod(dims) > 3 * 128]  # norms' scales of 3 layers
 
 
 def test_groups_must_fit_the_mesh():

@@ -39,7 +39,10 @@ from pallas_kernels.testing import normal
 
 SHAPES, GROUPS, SHAPE = GPU | {"benchmark": CPU["benchmark"]}, {}, "llama3_8b"
 PACE = Pace(warmup=20.0, timed=40.0, turn=1.0, calls=1)
-CHUNKS = {f"chunks of {size} MiB": {"LOGITS_BYTES": size << 20} for size in (512, 640, 832, 896, 1024, 2048)}
+CHUNKS = {
+    f"chunks of {size} MiB": {"LOGITS_BYTES": size << 20, "LOGITS_BYTES_OF_MANY": size << 20}
+    for size in (512, 640, 768, 832, 896, 1024, 2048)
+}
 
 
 def fused(*arguments, implementation: str | None = None):
