@@ -39,8 +39,8 @@ FLOAT8 = 1.5
 ms on an H200 (docs/results.md). Copies have that much less to hide behind."""
 PCIE = 87e9  # bytes/s of both directions together, fetched, updated and stored (H200, PCIe Gen5)
 SCANNED = {"none": 1.12, "projections": 1.06, "gate": 1.05, "attention": 1.02, "full": 1.0}
-"""How much longer a step takes that loops over its layers, by remat.policy: what is kept is copied into stacks
-and out of them (on an H200, the means of docs/lab/kernels.md)."""
+"""How much longer a step takes that loops over its layers, by remat.policy: what is kept is copied into
+stacks (on an H200, docs/lab/kernels.md)."""
 BY_PROGRAMS = 1.01
 """The same of a step of several programs."""
 HIDDEN = 0.9

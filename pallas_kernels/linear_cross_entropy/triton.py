@@ -19,8 +19,8 @@ from pallas_kernels.varying import vary_alike
 MIN_CAPABILITY = (8, 0)
 
 # A chunk's logits take at most this much, and their gradient no more: 6 chunks for 16,384 tokens and a
-# vocabulary of 128,256 in bfloat16, with 0.9 GiB beyond the matrix and its gradient. Where an eighth of all logits
-# is more, that, up to what xla.py has for logits and gradient: 8 chunks for 32,768 tokens.
+# vocabulary of 128,256 in bfloat16, with 0.9 GiB beyond the matrix and its gradient. Where an eighth of all
+# logits is more, that, up to what xla.py has for logits and gradient: 8 chunks for 32,768 tokens.
 LOGITS_BYTES = 768 << 20
 LOGITS_BYTES_OF_MANY = 1 << 30
 
