@@ -33,7 +33,7 @@ from pallas_kernels.rms_norm import STAND_IN as NORM_STAND_IN
 
 LOSS_CHUNK = 2048
 """Tokens whose logits and gradient exist at once in linear_cross_entropy by XLA, at a vocabulary of 128,256.
-By Triton they are half as many again, and the gradient takes the logits' place."""
+By Triton they are up to twice as many, and the gradient takes the logits' place."""
 
 WORK = 1.5
 """Numbers that a block's backward pass has at once for each that it could keep: these, what it makes again,
@@ -101,7 +101,7 @@ def attention_stand_in(config: RunConfig, layout: Layout, segments: int) -> tupl
 
 def loops(model: Model) -> bool:
     """Says whether a step has a loop over layers. Of one repetition XLA makes none."""
-    return model.loop == "scan" and any(group.repetitions > 1 for group in model.chain.groups)
+    return model.loop == "scan" and any(group.loops for group in model.chain.groups)
 
 
 def stacked(made: Assembled, segments: int) -> int:

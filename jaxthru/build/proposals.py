@@ -40,7 +40,7 @@ ms on an H200 (docs/results.md). Copies have that much less to hide behind."""
 PCIE = 87e9  # bytes/s of both directions together, fetched, updated and stored (H200, PCIe Gen5)
 SCANNED = {"none": 1.12, "projections": 1.06, "gate": 1.05, "attention": 1.02, "full": 1.0}
 """How much longer a step takes that loops over its layers, by remat.policy: what is kept is copied into
-stacks (on an H200, docs/lab/kernels.md)."""
+stacks (two Llamas in bfloat16 on an H200, docs/lab/kernels.md)."""
 BY_PROGRAMS = 1.01
 """The same of a step of several programs."""
 HIDDEN = 0.9
@@ -212,8 +212,10 @@ def _seconds(config: RunConfig, devices: int, gpu: bool) -> float:
         left = sum(recomputed(each, config.remat.policy) for each in experts) * tokens
         left *= not config.precision.float8_experts
         needed, again = needed - linear + linear / FLOAT8, left + (again - left) / FLOAT8
-    form = BY_PROGRAMS if config.offload.layered else 1.0
-    if gpu and config.model.loop == "scan":
+    form = 1.0
+    if config.offload.layered:
+        form = BY_PROGRAMS
+    elif gpu and config.model.loop == "scan":
         form = SCANNED[config.remat.policy]
     return form * (needed + again) / devices / SUSTAINED
 

@@ -183,7 +183,7 @@ def _scanned(
     model: Model, group: Group, trees: Tree, x_ND: jax.Array, context: Context, first: int, book: Callable
 ) -> tuple[jax.Array, Terms, Back]:
     """Returns the same of a group whose layers are stacked, by a loop over its repetitions."""
-    blocks = [(at, one, walk.block(model, one, group.repetitions > 1)) for at, one in enumerate(group.blocks)]
+    blocks = [(at, one, walk.block(model, one, in_loop=group.loops)) for at, one in enumerate(group.blocks)]
 
     def forward(x_ND: jax.Array, trees: Tree) -> tuple:
         saved, terms = [], {}
@@ -207,7 +207,7 @@ def _scanned(
                 )
                 one = functools.partial(jax.lax.dynamic_index_in_dim, index=repetition, keepdims=False)
                 at_hand = jax.tree.map(one, stacks)
-            elif group.repetitions == 1:  # of which XLA makes no loop, at whose end matmuls would be made
+            elif not group.loops:  # at whose end XLA would make the matmuls
                 dx_ND, gradients[at] = jax.lax.optimization_barrier((dx_ND, gradients[at]))
         return (dx_ND, repetition - 1), gradients
 

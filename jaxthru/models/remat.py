@@ -44,9 +44,9 @@ class RematConfig:
 def remat(function: Callable, policy: str, in_loop: bool = False) -> Callable:
     """Returns `function` under the named policy. `function` is one layer of the model.
 
-    in_loop: whether the backward pass is a loop of its own over layers. XLA then finds no forward pass beside
-    it to take results from, and nothing has to keep it from that: a barrier would also have it copy each
-    slice of what is stacked before it is used.
+    in_loop: whether the backward pass is a loop of its own over layers. XLA takes nothing from one loop into
+    another, so that no barrier has to keep it from taking the forward pass's results; and with one it would
+    copy each slice of what is stacked before it is used.
     """
     if policy == "none":
         return function

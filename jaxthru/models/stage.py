@@ -153,6 +153,11 @@ class Group(NamedTuple):
     blocks: tuple[Stage, ...]
     repetitions: int
 
+    @property
+    def loops(self) -> bool:
+        """Says whether XLA makes a loop over its stacked layers, as it does not of one repetition."""
+        return self.repetitions > 1
+
 
 class Chain(NamedTuple):
     """A family's model. prepare: positions [B, T] -> what all blocks need of them. output: where in the

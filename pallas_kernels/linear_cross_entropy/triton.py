@@ -19,10 +19,10 @@ from pallas_kernels.varying import vary_alike
 MIN_CAPABILITY = (8, 0)
 
 # A chunk's logits take at most this much, and their gradient no more: 6 chunks for 16,384 tokens and a
-# vocabulary of 128,256 in bfloat16, with 0.9 GiB beyond the matrix and its gradient. Where an eighth of all
-# logits is more, that, up to what xla.py has for logits and gradient: 8 chunks for 32,768 tokens.
+# vocabulary of 128,256 in bfloat16, with 0.9 GiB beyond the matrix and its gradient.
 LOGITS_BYTES = 768 << 20
 LOGITS_BYTES_OF_MANY = 1 << 30
+"""The same where LOGITS_BYTES are under an eighth of all: what xla.py has for logits and gradient."""
 
 TILE = {"BV": 4096, "num_warps": 8}  # 16 columns a thread, in two loads of 16 bytes in bfloat16
 
@@ -56,7 +56,7 @@ def linear_cross_entropy(hidden_BTD, *arguments, platform: str, **options):
 
 def logits_bytes(of_all: int) -> int:
     """Returns what a chunk's logits take at most. of_all: bytes of all tokens' logits."""
-    return max(LOGITS_BYTES, min(of_all // 8, LOGITS_BYTES_OF_MANY))
+    return LOGITS_BYTES if of_all <= 8 * LOGITS_BYTES else LOGITS_BYTES_OF_MANY
 
 
 def losses_and_gradient(logits_CV, targets_C, weights_C, z_loss: float, axis_name):

@@ -53,11 +53,6 @@ def losses_and_gradient(
     return losses_C, log_z_C, logits_gradient(logits_CV, log_z_C, targets_C, weights_C, z_loss)
 
 
-def logits_bytes(of_all: int) -> int:
-    """Returns what a chunk's logits take at most. of_all: bytes of all tokens' logits."""
-    return LOGITS_BYTES
-
-
 def linear_cross_entropy(
     hidden_BTD,
     matrix,
@@ -69,12 +64,12 @@ def linear_cross_entropy(
     axis_name,
     weighted_only,
     losses_and_gradient=losses_and_gradient,
-    logits_bytes=logits_bytes,
+    logits_bytes=lambda of_all: LOGITS_BYTES,
 ):
     """Returns (objective, losses [B, T], log(Z) [B, T]); see `linear_cross_entropy` of the package.
 
-    losses_and_gradient: of a chunk's logits, as the function of this name makes them. logits_bytes: what
-    these take at most, as the function of this name says.
+    losses_and_gradient: of a chunk's logits, as the function of this name makes them. logits_bytes:
+    bytes of all tokens' logits -> what a chunk's take at most.
     """
     B, T, D = hidden_BTD.shape
     hidden_BTD, matrix = vary_alike(hidden_BTD, matrix)
