@@ -99,7 +99,9 @@ class Ops:
 
         @jax.custom_vjp
         def gathered(parameter):
-            return layout.constrain(parameter.astype(dtype), axes, without=("fsdp",))
+            # Laid out as it is stored, or the partitioner gathers before the cast what is behind a barrier.
+            cast = layout.constrain(parameter.astype(dtype), axes)
+            return layout.constrain(cast, axes, without=("fsdp",))
 
         def backward(_, gradient):
             return (layout.constrain(gradient, axes).astype(stored),)

@@ -10,6 +10,8 @@ import pytest
 import tiny
 from cases import named, slow_but_for
 
+from jaxthru.engine.inline import InlineStep
+from jaxthru.runtime import aot
 from jaxthru.training.state import sharded_init
 
 MESHES = {
@@ -143,6 +145,19 @@ def test_what_moves_over_tensor_and_over_fsdp():
         ("reduce-scatter", "fsdp"): matrices * layers + 1,
         ("all-to-all", "fsdp"): 2,
     }
+
+
+@pytest.mark.compiles_for("cuda")
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+def test_matrices_are_cast_before_they_are_gathered(loop):
+    """For what the backward pass makes again, too, whose matrices come from behind a barrier."""
+    made = tiny.make((1, 2, 1), loop=loop, compute="bfloat16", remat="full")
+    lowered = aot.lower(jax.jit(InlineStep(made.step)), made.abstract, made.inputs)
+    found = collectives(aot.compile_for(lowered, aot.TARGETS["h200"], 2).hlo)
+    dtypes = {
+        dtype for kind, shape, _ in found if kind == "all-gather" for dtype in re.findall(r"(\w+)\[", shape)
+    }
+    assert "bf16" in dtypes and "f32" not in dtypes
 
 
 @slow_but_for("(1, 2, 2)", mesh=named((1, 2, 2), (2, 2, 2)))
