@@ -142,10 +142,10 @@ def wait_for_a_save(process, checkpoints) -> bool:
 @pytest.mark.slow(minutes=2)  # with the tests beside it
 def test_killed_again_and_again(quick, whole):
     """`scripts/faults.py endings` does so two hundred times."""
-    settings = {"train__steps": 80, "checkpoint__every": 2, "model__loop": "unroll"}
+    settings = {"train__steps": 50, "checkpoint__every": 2, "model__loop": "unroll"}
     quick.run("long_whole", **settings)
-    in_save = kill_at_random(quick, "long", 4, apart=12, **settings)
-    assert in_save >= 1
+    in_save = kill_at_random(quick, "long", 2, apart=12, **settings)
+    assert in_save == 1
     assert quick.losses("long") == quick.losses("long_whole")
 
 
