@@ -100,7 +100,7 @@ def attention_stand_in(config: RunConfig, layout: Layout, segments: int) -> tupl
 
 
 def loops(model: Model) -> bool:
-    """Says whether a step has a loop over layers. Of one repetition XLA makes none."""
+    """Says whether a step has a loop over layers."""
     return model.loop == "scan" and any(group.loops for group in model.chain.groups)
 
 

@@ -207,7 +207,7 @@ def _scanned(
                 )
                 one = functools.partial(jax.lax.dynamic_index_in_dim, index=repetition, keepdims=False)
                 at_hand = jax.tree.map(one, stacks)
-            elif not group.loops:  # at whose end XLA would make the matmuls
+            elif not group.loops:  # a loop's end would have the matmuls made
                 dx_ND, gradients[at] = jax.lax.optimization_barrier((dx_ND, gradients[at]))
         return (dx_ND, repetition - 1), gradients
 

@@ -107,7 +107,7 @@ def project(
         weights8 = []
         for weight_IO, where in zip(weights, axes, strict=True):
             weight8 = weight_IO if isinstance(weight_IO, Quantised) else quantise(weight_IO, FORWARD)
-            whole = layout.constrain(weight8.values, where, without=("fsdp",))
+            whole = layout.gathered(weight8.values, where)
             weights8.append(weight8._replace(values=whole))
         ys = [
             dot(x8, weight8, (1, 0), dtype, FORWARD_SUMS, lay_out(where[1]))

@@ -99,9 +99,7 @@ class Ops:
 
         @jax.custom_vjp
         def gathered(parameter):
-            # Laid out as it is stored, or the partitioner gathers before the cast what is behind a barrier.
-            cast = layout.constrain(parameter.astype(dtype), axes)
-            return layout.constrain(cast, axes, without=("fsdp",))
+            return layout.gathered(parameter.astype(dtype), axes)
 
         def backward(_, gradient):
             return (layout.constrain(gradient, axes).astype(stored),)

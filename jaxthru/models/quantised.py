@@ -41,7 +41,7 @@ def product(layout: Layout, x_NI: jax.Array, weight_IO: Quantised, axes: Axes) -
     widened for each use: the backward pass does it again."""
 
     def multiplied(x_NI: jax.Array, weight_IO: Quantised) -> jax.Array:
-        whole = layout.constrain(weight_IO.values, axes, without=("fsdp",))
+        whole = layout.gathered(weight_IO.values, axes)
         return x_NI @ widened(weight_IO._replace(values=whole), x_NI.dtype)
 
     return jax.checkpoint(multiplied)(x_NI, weight_IO)

@@ -88,9 +88,18 @@ class Layout:
         """Returns the sharding of an array whose dims carry these logical axes."""
         return NamedSharding(self.mesh, self.spec(axes, without))
 
-    def constrain(self, x: jax.Array, axes: Axes, without: tuple[str, ...] = ()) -> jax.Array:
+    def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         """Returns `x`, laid out within a compiled program as its logical axes say."""
-        return jax.lax.with_sharding_constraint(x, self.sharding(axes, without))
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes))
+
+    def gathered(self, parameter: jax.Array, axes: Axes) -> jax.Array:
+        """Returns a parameter of these logical axes, cast to what is to move, whole over `fsdp`.
+
+        First it is laid out as it is stored. Else the partitioner gathers what it was cast from, where that
+        comes from behind a barrier, as all does of which `jax.checkpoint` makes something again.
+        """
+        cast = self.constrain(parameter, axes)
+        return jax.lax.with_sharding_constraint(cast, self.sharding(axes, without=("fsdp",)))
 
 
 def check_divisible(layout: Layout, sizes: dict[str, tuple[str, int]]) -> None:

@@ -21,7 +21,7 @@ MIN_CAPABILITY = (8, 0)
 # A chunk's logits take at most this much, and their gradient no more: 6 chunks for 16,384 tokens and a
 # vocabulary of 128,256 in bfloat16, with 0.9 GiB beyond the matrix and its gradient.
 LOGITS_BYTES = 768 << 20
-LOGITS_BYTES_OF_MANY = 1 << 30
+LOGITS_BYTES_OF_MANY = 2 * xla.LOGITS_BYTES
 """The same where LOGITS_BYTES are under an eighth of all: what xla.py has for logits and gradient."""
 
 TILE = {"BV": 4096, "num_warps": 8}  # 16 columns a thread, in two loads of 16 bytes in bfloat16

@@ -148,16 +148,16 @@ def test_what_moves_over_tensor_and_over_fsdp():
 
 
 @pytest.mark.compiles_for("cuda")
-@pytest.mark.parametrize("loop", ["scan", "unroll"])
-def test_matrices_are_cast_before_they_are_gathered(loop):
+@pytest.mark.parametrize(("loop", "float8"), [("scan", False), ("unroll", False), ("unroll", True)])
+def test_matrices_are_cast_before_they_are_gathered(loop, float8):
     """For what the backward pass makes again, too, whose matrices come from behind a barrier."""
-    made = tiny.make((1, 2, 1), loop=loop, compute="bfloat16", remat="full")
+    made = tiny.make((1, 2, 1), loop=loop, compute="bfloat16", remat="full", float8=float8)
     lowered = aot.lower(jax.jit(InlineStep(made.step)), made.abstract, made.inputs)
     found = collectives(aot.compile_for(lowered, aot.TARGETS["h200"], 2).hlo)
     dtypes = {
         dtype for kind, shape, _ in found if kind == "all-gather" for dtype in re.findall(r"(\w+)\[", shape)
     }
-    assert "bf16" in dtypes and "f32" not in dtypes
+    assert "bf16" in dtypes and "f32" not in dtypes and float8 == ("f8e4m3fn" in dtypes)
 
 
 @slow_but_for("(1, 2, 2)", mesh=named((1, 2, 2), (2, 2, 2)))
