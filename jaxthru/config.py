@@ -96,9 +96,10 @@ class RunConfig:
 
 
 CHANGEABLE = (
-    *("train.steps", "optim.schedule_steps", "train.microbatches", "model.loop", "data.loaders"),
+    *("train.steps", "optim.schedule_steps", "train.microbatches", "train.loss_chunk", "model.loop"),
     *("kernels.", "mesh.", "remat.", "offload.", "checkpoint.", "evaluate.", "metrics.", "profile.", "cost."),
-    *("train.stopped_exit_code", "data.workers", "data.tokenizer"),  # a path to the same tokenizer
+    *("train.stopped_exit_code", "data.loaders", "data.workers"),
+    "data.tokenizer",  # a path to the same one
 )
 """Keys, and groups of keys, that may differ when a run directory is resumed."""
 

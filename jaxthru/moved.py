@@ -103,6 +103,7 @@ NAMES = {
     "training.run_directory.PACKAGES": "training.environment.PACKAGES",
     "training.programs.placed": "engine.programs.with_shardings",
     "training.offload.placed": "engine.offload.offloaded_state",
+    "optim.optimizer.make_schedule": "optim.schedules.make_schedule",
     "plan.fit.fit": "build.checks.validate",
     "plan.levels.ready": "build.choices.resolve",
     "config.check_types": "runtime.plain.check_groups",

@@ -20,7 +20,8 @@ from jaxthru.models import family, lora
 from jaxthru.models.llama import Config as ModelConfig
 from jaxthru.models.lora import LoraConfig
 from jaxthru.models.ops import Ops
-from jaxthru.optim.optimizer import OptimConfig, Optimizer, make_schedule
+from jaxthru.optim.optimizer import OptimConfig, Optimizer
+from jaxthru.optim.schedules import make_schedule
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training.state import FirstState, _made, abstract_state

@@ -10,10 +10,12 @@ AUTO = {
     "remat.policy": "none",
     "offload.level": "none",
     "precision.matmul": "compute",
+    "optim.state": "float32",
+    "train.loss_chunk": "small",
     "mesh.transfers": "collectives",
 }
 """Keys that are chosen by memory and speed (build/choices.py) -> what they are where nothing is chosen."""
-NUMERIC = ("precision.matmul",)
+NUMERIC = ("precision.matmul", "optim.state")
 """Those that change numbers: chosen by arithmetic alone, and kept by a run on whatever devices it goes on."""
 
 

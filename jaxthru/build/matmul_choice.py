@@ -16,7 +16,6 @@ from jaxthru.build.step import needed_flops
 from jaxthru.config import RunConfig
 from jaxthru.models import family
 from jaxthru.models.stage import distinct
-from jaxthru.optim.formats import FORMATS
 from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout
@@ -81,7 +80,7 @@ def account(config: RunConfig, layout: Layout, kind: str) -> Account | None:
     micro = tokens // train.microbatches // layout.size("batch")
     sides = layout.mesh.size // layout.size("batch")  # that split a row's tokens, heads and widths
     adapters = config.lora.on  # their base is kept as it is multiplied
-    stored = 2 if adapters else FORMATS[config.optim.state].weights.itemsize
+    stored = 2 if adapters else config.optim.format.weights.itemsize
     compute = float8 = moved = 0.0
     for stage in distinct(chain.layers):
         times = train.microbatches * chain.layers.count(stage)

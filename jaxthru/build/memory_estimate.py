@@ -32,7 +32,6 @@ from jaxthru.engine.memory_tally import Moment, shard_size
 from jaxthru.engine.offload import OffloadConfig, on_device
 from jaxthru.engine.rehearsed import Rehearsals
 from jaxthru.models import scopes
-from jaxthru.optim.formats import FORMATS
 from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown
 from jaxthru.runtime import hardware
@@ -139,7 +138,7 @@ def _rehearsals(config: RunConfig, devices: int, segments: int) -> Rehearsals:
     level and fraction."""
     made, workspace = _assembled(dataclasses.replace(config, offload=OffloadConfig()), devices, segments)
     made = dataclasses.replace(made, offload=config.offload)
-    sizes, int8 = Sizes.of(made, workspace), FORMATS[config.optim.state].moments == "int8"
+    sizes, int8 = Sizes.of(made, workspace), config.optim.format.moments == "int8"
     updates = update_in_8_bits(made) if int8 and devices > 1 else (0, 0)  # one device goes slab by slab
 
     def needs(name: str, _: Any) -> Breakdown:

@@ -22,7 +22,6 @@ from jaxthru.engine.walk import cotangents, linearised_block
 from jaxthru.models.ops import Ops
 from jaxthru.models.remat import EXPERT_HIDDEN, kept_bytes
 from jaxthru.models.stage import Group, Stage, distinct
-from jaxthru.optim.formats import FORMATS
 from jaxthru.optim.shards import parts_of_whole_blocks
 from jaxthru.runtime.sharding import Layout
 from jaxthru.runtime.weights import WeightInfo
@@ -228,7 +227,7 @@ class Sizes:
             # A stack stays whole, and its slices are copies.
             first=at_once if stacked is not None else max(at_once - max(kept), 0),
             forward=_over_a_pattern(chain.groups, in_all, kept, stream) if stacked is not None else 0,
-            logits=4 * LOSS_CHUNK * dims["vocab"],
+            logits=max(4 * LOSS_CHUNK * dims["vocab"], ops.loss_chunk_bytes or 0),
             gathered=gathered,
         )
 
@@ -295,7 +294,7 @@ def update_in_8_bits(made: Assembled) -> tuple[int, int]:
         spec = layout and layout.spec(info.axes)
         return None if layout and parts_of_whole_blocks(layout, info.axes, leaf.shape) == spec else leaf
 
-    bytes_of = FORMATS[optimizer.config.state].bytes_per_parameter()
+    bytes_of = optimizer.config.format.bytes_per_parameter()
     each = 8 if layout is None else 2 * (sum(bytes_of) + made.step.model.ops.compute.itemsize)
     pairs = zip(split_stages(made.step.model.weights), split_stages(made.abstract["params"]), strict=True)
     embedding, head, *layers = (round(each * _on_a_device(jax.tree.map(taken, *pair))) for pair in pairs)

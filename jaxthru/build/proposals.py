@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from jaxthru.build import loss_chunk_choice
 from jaxthru.build.defaults import float8_setting, get, replaced
 from jaxthru.build.least_offload import (
     LEVELS,
@@ -75,7 +76,8 @@ class Candidate:
         config = self.config
         offload = f", offload {config.offload.level} {config.offload.fraction:.2g}" * config.offload.layered
         copies = ", copies" * config.mesh.copies
-        return f"remat {config.remat.policy}, {config.model.loop}{copies}{offload}"
+        chunks = ", large loss chunks" * (config.train.loss_chunk == "large")
+        return f"remat {config.remat.policy}, {config.model.loop}{chunks}{copies}{offload}"
 
 
 def candidates(
@@ -150,7 +152,8 @@ def _by_speed(
     while queue:
         seconds, _, one = heapq.heappop(queue)
         if isinstance(one, Candidate):
-            yield from (dataclasses.replace(one, config=way) for way in ways(one.config))
+            chunked = loss_chunk_choice.chosen(one.config, one.plan, room, devices)
+            yield from (dataclasses.replace(one, config=way) for way in ways(chunked))
         elif found := _fitted(config, one, room, seconds, by_arithmetic(one, devices, segments)):
             add(found.seconds, found)
 

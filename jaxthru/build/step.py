@@ -24,7 +24,8 @@ from jaxthru.models import facts, family, lora
 from jaxthru.models.family import FamilyConfig
 from jaxthru.models.ops import Ops
 from jaxthru.models.stage import Chain
-from jaxthru.optim.optimizer import Optimizer, make_schedule
+from jaxthru.optim.optimizer import Optimizer
+from jaxthru.optim.schedules import make_schedule
 from jaxthru.profile.read.facts import Facts
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout, shardings
@@ -111,6 +112,7 @@ def bound(
         copies=config.mesh.copies,
         expert_chunks=config.mesh.chunks(layout.size("experts"), layout.size("mlp")),
         keep_parameters=config.remat.keep_parameters,
+        loss_chunk_bytes=config.train.loss_chunk_bytes,
         for_gpu=experts is not None,
     )
     return Model(chain_of(config), ops, config.remat.policy, config.model.loop)

@@ -31,6 +31,10 @@ keeps them. `grad_norm`: of the last update that was made, float32, 0 before the
 skipped for non-finite values, in all; `skipped_in_a_row`: since the last good one."""
 
 
+LARGE_LOSS_CHUNK = 2 << 30
+"""Bytes that are there at once of a large chunk's logits and their gradient, at most."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """steps: updates in the whole run. seed: decides the first parameters, the order of the
@@ -38,6 +42,9 @@ class TrainConfig:
     rows: rows of each step, over all devices. microbatches: parts of a step, one after the other, whose
     gradients are added up; more of them take less memory. z_loss: weight of log(Z)^2 in the loss
     (arXiv:2204.02311); 0 is off.
+    loss_chunk: the LM head's logits are made and used in chunks of tokens: `small` ones, which take 1 GiB or
+    little more, or `large` ones of 2 GiB, which read and write the gradient of its matrix less often; `auto`
+    takes those where a GPU has room for them (build/loss_chunk_choice.py), on a CPU `small`.
     objective: what is minimised: `cross_entropy`, of the tokens that are trained on, or `dpo`, direct
     preference optimisation on a mix of pairs. dpo_beta: how strongly that keeps to the model it began with.
     deterministic: bit-exact repeats on a GPU too, at some cost in speed; each start compiles the step anew.
@@ -51,6 +58,7 @@ class TrainConfig:
     rows: int = 8
     microbatches: int = 1
     z_loss: float = 0.0
+    loss_chunk: Literal["auto", "small", "large"] = "auto"
     objective: Literal["cross_entropy", "dpo"] = "cross_entropy"
     dpo_beta: float = 0.1
     deterministic: bool = False
@@ -79,6 +87,11 @@ class TrainConfig:
             self.rows % self.microbatches == 0,
             f"train.rows = {self.rows}: must be a multiple of train.microbatches = {self.microbatches}",
         )
+
+    @property
+    def loss_chunk_bytes(self) -> int | None:
+        """What a chunk of the LM head may take, as of `Ops`."""
+        return LARGE_LOSS_CHUNK if self.loss_chunk == "large" else None
 
     @property
     def rows_at_once(self) -> int:

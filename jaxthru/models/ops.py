@@ -46,7 +46,7 @@ class Ops:
     policy: of rematerialisation, see `Model`. copies: gather parameters over `fsdp`, and scatter their
     gradients, by `runtime.copies`, and move tokens of experts so. keep_parameters: have them kept for the
     backward pass, see `RematConfig`. for_gpu: planned for GPUs that are not here. adapters: `lora.Adapters`
-    of the block that is being applied."""
+    of the block that is being applied. loss_chunk_bytes: `chunk_bytes` of `linear_cross_entropy`."""
 
     layout: Layout
     compute: jnp.dtype
@@ -63,6 +63,7 @@ class Ops:
     policy: str = "none"
     copies: bool = False
     keep_parameters: bool = False
+    loss_chunk_bytes: int | None = None
     for_gpu: bool = False
     adapters: Any = None
 
@@ -279,6 +280,7 @@ class Ops:
                 *(hidden_BTD, matrix, targets_BT, weights_BT),
                 **{"z_loss": z_loss, "layout": layout, "axis_name": axis_name},
                 weighted_only=weighted_only,
+                chunk_bytes=self.loss_chunk_bytes,
                 implementation=self.linear_cross_entropy_by,
             )
 

@@ -1,4 +1,4 @@
-"""AdamW, Muon and learning-rate schedules, composed of Optax transformations."""
+"""AdamW and Muon, composed of Optax transformations, on weights and state in several number formats."""
 
 import dataclasses
 import functools
@@ -46,7 +46,9 @@ class OptimConfig:
         the first step only measures it and updates nothing. Where norms differ much from step to step, as
         early in training, `previous` costs loss.
     state: number formats of the weights, their masters and the moments, by a name in optim/formats.py;
-        docs/memory.md says what they cost.
+        docs/memory.md says what they cost. `auto` takes `split_master_float32` where steps were measured to
+        be faster by it, and else `float32` (build/state_choice.py): both keep every bit of the masters and
+        the moments. A run keeps what was taken, wherever it goes on.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -64,6 +66,7 @@ class OptimConfig:
     clip: float = 1.0
     clip_rule: Literal["exact", "previous"] = "exact"
     state: Literal[
+        "auto",
         "float32",
         "bfloat16",
         "int8",
@@ -71,7 +74,12 @@ class OptimConfig:
         "split_master",
         "split_master_int8",
         "stochastic_rounding",
-    ] = "float32"
+    ] = "auto"
+
+    @property
+    def format(self) -> Format:
+        """The formats of matrices; of `auto`, which is open until a step is built, those of `float32`."""
+        return FORMATS["float32" if self.state == "auto" else self.state]
 
     def __post_init__(self):
         require(self.learning_rate > 0, f"optim.learning_rate = {self.learning_rate}: must be above 0")
@@ -95,34 +103,12 @@ class OptimConfig:
             self.clip_rule == "exact" or self.clip > 0,
             f"optim.clip_rule = {self.clip_rule!r}: needs optim.clip above 0, which is {self.clip}",
         )
-        moments = FORMATS.get(self.state, FORMATS["float32"]).moments
+        moments = self.format.moments
         require(
             self.b2 <= SLOWEST_AVERAGE[moments],
             f"optim.b2 = {self.b2}: at most {SLOWEST_AVERAGE[moments]} with the {moments} moments of "
             f"optim.state = {self.state!r}; slower averages need a state with float32 moments",
         )
-
-
-def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
-    """Returns the learning rate as a function of the number of updates already made.
-
-    steps: of the run, which the schedule spans unless `config.schedule_steps` says otherwise.
-    """
-    return _standard_promotion(_schedule(config, config.schedule_steps or steps))
-
-
-def _schedule(config: OptimConfig, steps: int) -> optax.Schedule:
-    peak, final = config.learning_rate, config.learning_rate * config.final_ratio
-    warmup = round(config.warmup_ratio * steps)
-    warm = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
-    if config.schedule == "constant":
-        return optax.join_schedules([warm, optax.constant_schedule(peak)], [warmup])
-    if config.schedule == "cosine":
-        decay = optax.cosine_decay_schedule(peak, max(steps - warmup, 1), alpha=config.final_ratio)
-        return optax.join_schedules([warm, decay], [warmup])
-    start = steps - round(config.decay_ratio * steps)
-    decay = optax.linear_schedule(peak, final, max(steps - start, 1))
-    return optax.join_schedules([warm, optax.constant_schedule(peak), decay], [warmup, start])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -206,7 +192,7 @@ class Optimizer:
 
         Raises ValueError without the key that is needed.
         """
-        if key is None and FORMATS[self.config.state].master == "none":
+        if key is None and self.config.format.master == "none":
             raise ValueError(f"optim.state = {self.config.state!r}: an update needs a key to round with")
         leaves, tree = jax.tree.flatten(weights)
         columns = [tree.flatten_up_to(each) for each in (gradients, infos, *(slots[n] for n in SLOTS))]
@@ -246,7 +232,7 @@ class Optimizer:
         """Returns what `_keep` returns, after one update of one parameter."""
         config = self.config
         adam = Adam(config.b1, config.b2, config.epsilon, config.weight_decay)
-        key = key if FORMATS[config.state].master == "none" else None
+        key = key if config.format.master == "none" else None
         updated = shards.update(self.layout, info.axes, given, key, scalars, adam, self.adamw_8bit)
         weight, remainder, mu, nu = updated
         return weight, mu, nu, remainder
@@ -263,7 +249,7 @@ class Optimizer:
         else:
             rule, size = optax.scale_by_adam(config.b1, config.b2, config.epsilon), None
             state = rule.init(gradient)._replace(count=count, mu=mu, nu=nu)
-        direction, state = _standard_promotion(rule.update)(gradient, state)
+        direction, state = standard_promotion(rule.update)(gradient, state)
         if size is not None:
             direction = size * direction
         if info.decays:
@@ -289,7 +275,7 @@ class Optimizer:
         return weight, mu, nu, remainder
 
     def _format(self, info: WeightInfo) -> Format:
-        return FORMATS[self.config.state if info.decays else "float32"]
+        return self.config.format if info.decays else FORMATS["float32"]
 
     def _in_8_bits(self, info: WeightInfo) -> bool:
         return self._format(info).moments == "int8" and not self._orthogonalised(info)
@@ -309,7 +295,7 @@ def _unzip(tree: Any, leaves: list[tuple]) -> tuple[Tree, dict[str, Tree]]:
     return weights, dict(zip(SLOTS, slots, strict=True))
 
 
-def _standard_promotion(function: Callable) -> Callable:
+def standard_promotion(function: Callable) -> Callable:
     """Optax relies on standard promotion (float ** int32), which strict settings refuse."""
 
     @functools.wraps(function)

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxthru.optim.optimizer import OptimConfig, make_schedule
+from jaxthru.optim.optimizer import OptimConfig
+from jaxthru.optim.schedules import make_schedule
 
 
 class Plan(NamedTuple):

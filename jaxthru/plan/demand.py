@@ -13,7 +13,6 @@ from jaxthru.models import facts, family
 from jaxthru.models.layers import PrecisionConfig
 from jaxthru.models.remat import BY_ROW, kept_bytes
 from jaxthru.models.stage import Chain, Mixture, Stage, distinct
-from jaxthru.optim.formats import FORMATS
 from jaxthru.runtime.errors import require
 from jaxthru.runtime.hardware import data_sheet_flops
 from jaxthru.runtime.sharding import LOGICAL_AXIS_RULES
@@ -134,9 +133,7 @@ def demand(config: RunConfig) -> Demand:
     parameters = sum(
         count * math.prod(leaf.shape) for stage, count in stages for leaf in jax.tree.leaves(stage.shapes)
     )
-    bytes_of = FORMATS[config.optim.state].bytes_per_parameter(
-        moments=1 if config.optim.name == "muon" else 2
-    )
+    bytes_of = config.optim.format.bytes_per_parameter(moments=1 if config.optim.name == "muon" else 2)
     item = jnp.dtype(config.precision.compute).itemsize
     mixed = [(stage, count) for stage, count in blocks if stage.mixture]
     of_rows = [({name: stage.kept.get(name, 0) for name in BY_ROW}, count) for stage, count in mixed]

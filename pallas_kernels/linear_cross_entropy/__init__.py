@@ -30,6 +30,7 @@ def linear_cross_entropy(
     layout: Literal["DV", "VD"] = "DV",
     axis_name: str | None = None,
     weighted_only: bool = False,
+    chunk_bytes: int | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -58,6 +59,9 @@ def linear_cross_entropy(
       weighted_only: compute nothing for tokens whose weight is 0; static. The time goes with how many others
         there are, in chunks, whatever the shapes say. Cross-entropy and log(Z) are 0 there. It costs a sort
         of N and two gathers, so ask for it only where many weights are 0.
+      chunk_bytes: what a chunk's logits may take, with their gradient where that has memory of its own. Each
+        chunk but the first reads and writes the matrix's whole gradient. None is what keeps the operation
+        within 1 GiB beyond the matrix and its gradient at 16,384 tokens × 4,096 × 128,256.
       implementation: one of `OPERATION.names`; None takes "triton" on an NVIDIA GPU where it can run, and
         else "xla".
       platform: "cpu", "gpu" or "tpu", where the computation will run; None is JAX's default backend.
@@ -82,6 +86,7 @@ def linear_cross_entropy(
         layout=layout,
         axis_name=axis_name,
         weighted_only=weighted_only,
+        chunk_bytes=chunk_bytes,
     )
     return objective, jax.lax.stop_gradient(losses_BT), jax.lax.stop_gradient(log_z_BT)
 

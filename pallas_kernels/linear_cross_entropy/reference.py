@@ -10,9 +10,10 @@ from pallas_kernels.dispatch import Unsupported
 
 
 def linear_cross_entropy(
-    hidden_BTD, matrix, targets_BT, weights_BT, *, z_loss, layout, axis_name, weighted_only
+    hidden_BTD, matrix, targets_BT, weights_BT, *, z_loss, layout, axis_name, weighted_only, chunk_bytes
 ):
-    """Returns (objective, losses [B, T], log(Z) [B, T]); see `linear_cross_entropy` of the package.
+    """Returns (objective, losses [B, T], log(Z) [B, T]); see `linear_cross_entropy` of the package. All
+    tokens are one chunk.
 
     Raises:
       Unsupported: the vocabulary is split over devices.

@@ -54,8 +54,10 @@ def linear_cross_entropy(hidden_BTD, *arguments, platform: str, **options):
     )
 
 
-def logits_bytes(of_all: int) -> int:
-    """Returns what a chunk's logits take at most. of_all: bytes of all tokens' logits."""
+def logits_bytes(of_all: int, chunk_bytes: int | None) -> int:
+    """Returns what a chunk's logits take at most, see `xla.logits_bytes`; their gradient takes no more."""
+    if chunk_bytes is not None:
+        return chunk_bytes
     return LOGITS_BYTES if of_all <= 8 * LOGITS_BYTES else LOGITS_BYTES_OF_MANY
 
 

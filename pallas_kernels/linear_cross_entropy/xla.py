@@ -53,6 +53,12 @@ def losses_and_gradient(
     return losses_C, log_z_C, logits_gradient(logits_CV, log_z_C, targets_C, weights_C, z_loss)
 
 
+def logits_bytes(of_all: int, chunk_bytes: int | None) -> int:
+    """Returns what a chunk's logits take at most. of_all: bytes of all tokens' logits. chunk_bytes: of theirs
+    and their gradient's, where it is given."""
+    return LOGITS_BYTES if chunk_bytes is None else chunk_bytes // 2
+
+
 def linear_cross_entropy(
     hidden_BTD,
     matrix,
@@ -63,19 +69,19 @@ def linear_cross_entropy(
     layout,
     axis_name,
     weighted_only,
+    chunk_bytes,
     losses_and_gradient=losses_and_gradient,
-    logits_bytes=lambda of_all: LOGITS_BYTES,
+    logits_bytes=logits_bytes,
 ):
     """Returns (objective, losses [B, T], log(Z) [B, T]); see `linear_cross_entropy` of the package.
 
-    losses_and_gradient: of a chunk's logits, as the function of this name makes them. logits_bytes:
-    bytes of all tokens' logits -> what a chunk's take at most.
+    losses_and_gradient, logits_bytes: what the functions of these names do.
     """
     B, T, D = hidden_BTD.shape
     hidden_BTD, matrix = vary_alike(hidden_BTD, matrix)
     d_dim = layout.index("D")
     V, itemsize = matrix.shape[1 - d_dim], hidden_BTD.dtype.itemsize
-    C = chunk_length(B * T, V, itemsize, logits_bytes(B * T * V * itemsize))
+    C = chunk_length(B * T, V, itemsize, logits_bytes(B * T * V * itemsize, chunk_bytes))
     objective, losses_N, log_z_N = _losses(
         hidden_BTD.reshape(B * T, D),
         matrix,

@@ -224,7 +224,7 @@ def test_chunks_fit():
     most = xla.LOGITS_BYTES
     assert xla.chunk_length(16_384, 128_256, 2, most) == 2048
     for tokens, vocabulary, C in ((16_384, 128_256, 3072), (32_768, 128_256, 4096), (10**6, 128_256, 4096)):
-        room = triton.logits_bytes(tokens * vocabulary * 2)
+        room = triton.logits_bytes(tokens * vocabulary * 2, None)
         assert xla.chunk_length(tokens, vocabulary, 2, room) == C
         assert C * vocabulary * 2 <= 2 * most  # a plan of memory counts with xla's logits and gradient
     assert xla.chunk_length(16_384, 64_128, 2, most) == 4096  # a vocabulary split in two
@@ -244,6 +244,23 @@ def test_whole_logits_never_exist(monkeypatch):
     compiled = jax.jit(jax.grad(function, (0, 1))).lower(hidden, matrix).compile()
     assert f"[{N // 8},{V}]" in compiled.as_text() and f"[{N},{V}]" not in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < N * V * 4 + D * V * 4
+
+
+def test_chunk_bytes_are_of_a_chunk_s_logits_and_their_gradient():
+    shape = CPU["benchmark"]
+    N, V = shape.rows * shape.sequence, shape.vocabulary
+    hidden, matrix, targets, weights = draw(np.random.default_rng(0), shape)
+    gradients = {}
+    for C in (N // 4, N // 2):
+        loss = functools.partial(linear_cross_entropy, chunk_bytes=2 * C * V * 4)
+        objective = lambda h, m, loss=loss: loss(h, m, targets, weights)[0]  # noqa: E731
+        compiled = jax.jit(jax.grad(objective, (0, 1))).lower(hidden, matrix).compile()
+        assert f"[{C},{V}]" in compiled.as_text() and f"[{2 * C},{V}]" not in compiled.as_text()
+        gradients[C] = compiled(hidden, matrix)
+    jax.tree.map(lambda *x: np.testing.assert_allclose(*x, rtol=1e-5, atol=1e-6), *gradients.values())
+    assert (
+        triton.logits_bytes(1 << 40, chunk_bytes=1 << 20) == 1 << 20
+    )  # where the gradient takes their place
 
 
 def beyond_matrix_and_gradient(memory, shape: Shape) -> int:

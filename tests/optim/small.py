@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxthru.optim.formats import rounding_key
-from jaxthru.optim.optimizer import OptimConfig, Optimizer, make_schedule
+from jaxthru.optim.optimizer import OptimConfig, Optimizer
+from jaxthru.optim.schedules import make_schedule
 from jaxthru.runtime.weights import WeightInfo
 
 VOCABULARY, EMBED, MLP, ROWS, STEPS = 64, 32, 64, 128, 1000

@@ -10,7 +10,8 @@ import small
 from cases import named, slow_but_for
 
 from jaxthru.optim.formats import FORMATS, rounding_key
-from jaxthru.optim.optimizer import OptimConfig, Optimizer, make_schedule
+from jaxthru.optim.optimizer import OptimConfig, Optimizer
+from jaxthru.optim.schedules import make_schedule
 from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels.adamw_8bit import join, reference, round_stochastically, split
 

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from jaxthru.optim.optimizer import OptimConfig, make_schedule
+from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.optim.schedule_change import Plan, schedule_change
+from jaxthru.optim.schedules import make_schedule
 from jaxthru.runtime.errors import InputError
 
 

@@ -16,7 +16,8 @@ from jaxthru.engine.inline import InlineStep
 from jaxthru.engine.inline import hidden as hidden_of
 from jaxthru.engine.step import Step, TrainConfig, check_groups
 from jaxthru.models.ops import Ops
-from jaxthru.optim.optimizer import OptimConfig, make_schedule
+from jaxthru.optim.optimizer import OptimConfig
+from jaxthru.optim.schedules import make_schedule
 from jaxthru.profile.read import hlo
 from jaxthru.runtime import aot
 from jaxthru.runtime.errors import InputError
