@@ -98,8 +98,7 @@ class RunConfig:
 CHANGEABLE = (
     *("train.steps", "optim.schedule_steps", "train.microbatches", "train.loss_chunk", "model.loop"),
     *("kernels.", "mesh.", "remat.", "offload.", "checkpoint.", "evaluate.", "metrics.", "profile.", "cost."),
-    *("train.stopped_exit_code", "data.loaders", "data.workers"),
-    "data.tokenizer",  # a path to the same one
+    *("train.stopped_exit_code", "data.loaders", "data.workers", "data.tokenizer"),  # a path to the same one
 )
 """Keys, and groups of keys, that may differ when a run directory is resumed."""
 

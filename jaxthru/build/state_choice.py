@@ -2,12 +2,11 @@
 
 `split_master_float32` keeps every bit that `float32` does, in as many bytes, but so that half of each master
 is the bfloat16 weight that matmuls take: no step casts matrices, or holds the cast ones beside the masters.
-Steps were 1.003 to 1.013 times as fast by it on one H200 and on two, with 1.0 to 3.5 GB less at their peak on
-one (docs/memory.md). Measured were dense models under AdamW, in bfloat16 and in float8. Anywhere else `auto`
-takes `float32`.
+Under AdamW, steps were 1.003 to 1.015 times as fast by it on one H200 and on two, of dense models in bfloat16
+and in float8 and of a mixture, with up to 5 GB less at their peak (docs/results.md). Muon's were not; anywhere
+else, too, `auto` takes `float32`.
 """
 
-from jaxthru.build.checks import has_experts
 from jaxthru.build.defaults import AUTO, replaced
 from jaxthru.config import RunConfig
 
@@ -20,20 +19,17 @@ def settled(config: RunConfig, capability: tuple[int, int] | None) -> tuple[RunC
     capability: of the devices; None of what is no NVIDIA GPU."""
     if config.optim.state != "auto":
         return config, ""
-    unlike = _unlike_measured(config, capability)
-    if unlike:
-        return replaced(config, {KEY: AUTO[KEY]}), f"as split masters were not measured {unlike}"
+    if unlike := _unlike_faster(config, capability):
+        return replaced(config, {KEY: AUTO[KEY]}), f"as split masters were not found to be faster {unlike}"
     return replaced(config, {KEY: SPLIT}), "whose bfloat16 weights need no cast, with exact float32 masters"
 
 
-def _unlike_measured(config: RunConfig, capability: tuple[int, int] | None) -> str:
-    """Returns by what a step differs from those that were measured; empty where by nothing."""
+def _unlike_faster(config: RunConfig, capability: tuple[int, int] | None) -> str:
+    """Returns by what a step differs from those that were faster; empty where by nothing."""
     if capability is None:
         return "without an NVIDIA GPU"
     if config.precision.compute != "bfloat16":
         return f"with precision.compute = {config.precision.compute!r}"
     if config.optim.name != "adamw":
         return f"with optim.name = {config.optim.name!r}"
-    if config.lora.on:
-        return "with adapters"
-    return "with experts" if has_experts(config) else ""
+    return "with adapters" if config.lora.on else ""

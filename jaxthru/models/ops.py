@@ -280,7 +280,8 @@ class Ops:
                 *(hidden_BTD, matrix, targets_BT, weights_BT),
                 **{"z_loss": z_loss, "layout": layout, "axis_name": axis_name},
                 weighted_only=weighted_only,
-                chunk_bytes=self.loss_chunk_bytes,
+                # Of few tokens the last chunk is far from full, and is computed whole.
+                chunk_bytes=None if weighted_only else self.loss_chunk_bytes,
                 implementation=self.linear_cross_entropy_by,
             )
 

@@ -91,7 +91,8 @@ def test_large_chunks_reach_the_kernel_and_the_plan(monkeypatch):
         loss = functools.partial(ops.linear_cross_entropy, axes=("embed", "vocab"), z_loss=0.0)
         arrays = {"targets_BT": targets, "weights_BT": weights}
         jax.eval_shape(loss, hidden, matrix, **arrays)
-    assert given == [None, LARGE_LOSS_CHUNK]
+        jax.eval_shape(functools.partial(loss, weighted_only=True), hidden, matrix, **arrays)
+    assert given == [None, None, LARGE_LOSS_CHUNK, None]
     full = load("remat.policy=none", "model.loop=unroll", "offload.level=none")  # whose fullest moment it is
     small, large = (
         estimate(dataclasses.replace(full, train=dataclasses.replace(full.train, loss_chunk=chunk)))[0]

@@ -39,7 +39,7 @@ def test_a_model_that_fits_nowhere_is_told_what_it_lacks(settings, capsys):
     of = ["memory", "--config", str(ROOT / "configs" / "llama3_70b.py"), "--segments", "8"]
     assert main([*of, *settings]) == 1
     said = capsys.readouterr().out.splitlines()
-    assert "nothing fits with optim.state = 'float32'; at the least it needs " in said[-1]
+    assert "nothing fits with optim.state = 'split_master_float32'; at the least it needs " in said[-1]
     assert any(" scan " in line and line.endswith("no  ") for line in said) == (settings == ("--best",))
 
 
