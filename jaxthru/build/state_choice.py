@@ -3,8 +3,8 @@
 `split_master_float32` keeps every bit that `float32` does, in as many bytes, but so that half of each master
 is the bfloat16 weight that matmuls take: no step casts matrices, or holds the cast ones beside the masters.
 Under AdamW, steps were 1.003 to 1.015 times as fast by it on one H200 and on two, of dense models in bfloat16
-and in float8 and of a mixture, with up to 5 GB less at their peak (docs/results.md). Muon's were not; anywhere
-else, too, `auto` takes `float32`.
+and in float8 and of a mixture, with up to 5 GB less at their peak (docs/results.md). Muon's were not: they,
+like all that was not timed, have `float32`.
 """
 
 from jaxthru.build.defaults import AUTO, replaced
