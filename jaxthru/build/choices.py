@@ -20,9 +20,9 @@ import jax
 from jaxthru import config as configuration
 from jaxthru.build.attention_choice import mean_document
 from jaxthru.build.defaults import AUTO, NUMERIC, get, plain, replaced
-from jaxthru.build.least_offload import LEVELS, narrower, propose, ruling_out
-from jaxthru.build.memory_estimate import Room, estimate, gib, host_room
-from jaxthru.build.proposals import Candidate, candidates, left_open
+from jaxthru.build.memory_estimate import Room, host_room
+from jaxthru.build.proposals import Candidate, candidates
+from jaxthru.build.refusal import nothing_fits
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import open_data
 from jaxthru.data.store.mix_file import load_mix
@@ -128,12 +128,15 @@ DECIDES = (
     "train.rows",
     "train.microbatches",
     "train.deterministic",
+    "train.loss_chunk",
     "model.",
     "data.sequence",
     "optim.state",
 )
 DECIDES += ("optim.clip_rule", "optim.name", "mesh.", "precision.", "remat.", "offload.", "kernels.")
 """Keys that what fits, and what is fast, depends on."""
+DECIDE_NUMBERS = "precision.compute", "optim.name", "lora."
+"""Those by which what changes numbers may be chosen at all (`defaults.NUMERIC`)."""
 
 
 def of_file(config: RunConfig) -> tuple[Choice, ...]:
@@ -147,13 +150,19 @@ def of_file(config: RunConfig) -> tuple[Choice, ...]:
 
 def reopened(config: RunConfig, here: str | None = None) -> RunConfig:
     """Returns the configuration of a config.json with what `auto` was settled to open again on other devices,
-    or where --set names what it depends on; but for what changes numbers.
+    or where --set names what it depends on; but for what changes numbers, unless --set makes that senseless.
 
     here: `named` of the devices, by default of all that are here.
     """
     here = here or device_name(hardware.devices())
-    changed = any(key.startswith(DECIDES) for key in config.overridden)
-    away = [each for each in of_file(config) if (changed or each.device != here) and each.key not in NUMERIC]
+    changed, numeric = (
+        any(key.startswith(keys) for key in config.overridden) for keys in (DECIDES, DECIDE_NUMBERS)
+    )
+    away = [
+        each
+        for each in of_file(config)
+        if (numeric if each.key in NUMERIC else changed or each.device != here)
+    ]
     return replaced(config, {each.key: each.asked for each in away if get(config, each.key) == each.chosen})
 
 
@@ -246,45 +255,6 @@ class Search:
     def _found(self) -> Iterator[Candidate]:  # which is never advanced, so that its copies know all of it
         (found,) = itertools.tee(proposed(self.config, self.layout, self.room, self.segments), 1)
         return found
-
-
-def nothing_fits(config: RunConfig, room: Room, devices: int = 1, segments: int = 1) -> str:
-    """Returns a line that says what is short, at the least that a configuration can take, and what fits."""
-    asked = ", ".join(f"{key} = 'auto'" for key in open_keys(config))
-    ruling = [f"{key} = {value!r}" for key, value in ruling_out(config).items()]
-    most = {"model.loop": "unroll", "remat.policy": "full", "offload.level": LEVELS[0 if ruling else -1]}
-    tried = plain(replaced(config, {key: value for key, value in most.items() if get(config, key) == "auto"}))
-    how = {"devices": devices, "segments": segments}
-    plan, _ = estimate(tried, **how)
-    left = config.offload.level == "auto"
-    levels = LEVELS if left and not ruling else (tried.offload.level,)
-    formats = narrower(config.optim.state)
-    others = [found.state for found in propose(tried, room, **how, formats=formats, levels=levels)]
-    advice = (
-        f"optim.state = {' or '.join(map(repr, others))} fits" if others else "no narrower optim.state fits"
-    )
-    if _fits_unclipped(tried, room, levels, how):
-        advice = f"with optim.clip_rule = 'previous' it fits, as gradients do not wait; {advice}"
-    if found := left_open(config, room, devices, segments):
-        values = " and ".join(f"{key} = {value!r}" for key, value in found.items())
-        advice = f"with {values} it fits; {advice}"
-    without = f" and without offload, which {' and '.join(ruling)} rules out" if left and ruling else ""
-    return (
-        f"{asked}: nothing fits with optim.state = {config.optim.state!r}{without}; at the least it needs "
-        f"{gib(plan.peak_device)} GiB on the device, of {gib(room.device)}, and {gib(plan.peak_host)} on the "
-        f"host, of {gib(room.host)}; {advice}"
-    )
-
-
-def _fits_unclipped(tried: RunConfig, room: Room, levels: tuple[str, ...], how: dict[str, int]) -> bool:
-    """Says whether a configuration would fit whose gradients need not wait for their norm. tried: the least
-    that it can take as it is. levels: of offload, that it may have."""
-    if tried.optim.clip_rule != "exact" or not tried.optim.clip:
-        return False
-    other = replaced(tried, {"optim.clip_rule": "previous"})
-    if len(levels) > 1:
-        return bool(propose(other, room, formats=(tried.optim.state,), **how))
-    return room.holds(estimate(other, **how)[0])
 
 
 DOCUMENTS = 32

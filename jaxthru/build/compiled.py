@@ -27,6 +27,7 @@ from jaxthru.build.confirmed import Confirmed
 from jaxthru.build.defaults import get, replaced
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.proposals import Candidate
+from jaxthru.build.refusal import nothing_fits
 from jaxthru.build.step import Assembled, assemble, update_flops
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.host_pool import RunData
@@ -240,7 +241,7 @@ def compile_step(
 
         fits = confirmed.fastest(searched if searched == search else search, confirm)
         if fits is None:
-            raise InputError(choices.nothing_fits(config, room, layout.mesh.size, segments))
+            raise InputError(nothing_fits(config, room, layout.mesh.size, segments))
         beside.wait()
     _, found = fits
     seconds = time.monotonic() - started

@@ -15,6 +15,8 @@ AUTO = {
     "mesh.transfers": "collectives",
 }
 """Keys that are chosen by memory and speed (build/choices.py) -> what they are where nothing is chosen."""
+SEARCHED = ("model.loop", "remat.policy", "offload.level")
+"""Those for which a search compiles what may fit; others are chosen beside them."""
 NUMERIC = ("precision.matmul", "optim.state")
 """Those that change numbers: chosen by arithmetic alone, and kept by a run on whatever devices it goes on."""
 

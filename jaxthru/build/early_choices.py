@@ -20,11 +20,11 @@ def of_run(config: RunConfig, layout: Layout) -> tuple[RunConfig, dict[str, str]
 def for_devices(
     config: RunConfig, layout: Layout, kind: str, capability: tuple[int, int] | None, processes: int = 1
 ) -> tuple[RunConfig, dict[str, str]]:
-    """Returns a configuration with `optim.state` and `precision.matmul` settled, and `train.loss_chunk` and
+    """Returns a configuration with `precision.matmul` and `optim.state` settled, and `train.loss_chunk` and
     `mesh.transfers` where that needs no compile, and what is to be said of these, by key. kind, capability:
     of the devices; None of what is no NVIDIA GPU. processes: that share them."""
     why = {}
-    config, why[state_choice.KEY] = state_choice.settled(config, capability)
     config, why[matmul_choice.KEY] = matmul_choice.settled(config, layout, kind, capability)
+    config, why[state_choice.KEY] = state_choice.settled(config, capability)
     config = loss_chunk_choice.settled(config, capability)
     return transfers_choice.settled(config, layout, kind, processes), why

@@ -8,23 +8,18 @@ and loss of Llama 3 8B at 16,384 tokens take 81.5 ms for 83.9, those of Qwen3-0.
 
 import jax.numpy as jnp
 
-from jaxthru.build.defaults import AUTO, get, replaced
-from jaxthru.build.memory_estimate import MemoryPlan, Room
+from jaxthru.build.defaults import AUTO, SEARCHED, get, replaced
 from jaxthru.config import RunConfig
-from jaxthru.engine.step import LARGE_LOSS_CHUNK
 from jaxthru.models import family
 
 KEY = "train.loss_chunk"
 SMALL = 1 << 30
-"""Bytes that are there at once of a small chunk's logits and their gradient, at most."""
-FREE = 0.1
-"""Share of the device that has to be left by arithmetic, which is up to 5 % short (build/proposals.py)."""
-SEARCHED = ("model.loop", "remat.policy", "offload.level")
+"""Bytes of all logits from which on small chunks are several."""
 
 
 def settled(config: RunConfig, capability: tuple[int, int] | None) -> RunConfig:
     """Returns a configuration that leaves `train.loss_chunk` open only where what fits is searched for
-    anyway, on an NVIDIA GPU, and where a run is not to give the same bits on a device of other memory.
+    anyway, on an NVIDIA GPU, and where a run need not give the same bits on a device of other memory.
     capability: of the devices; None of what is no NVIDIA GPU."""
     if config.train.loss_chunk != "auto":
         return config
@@ -34,15 +29,10 @@ def settled(config: RunConfig, capability: tuple[int, int] | None) -> RunConfig:
     return replaced(config, {KEY: AUTO[KEY]})
 
 
-def chosen(config: RunConfig, plan: MemoryPlan, room: Room, devices: int) -> RunConfig:
-    """Returns a configuration with `train.loss_chunk` settled. plan: by arithmetic, with small chunks. A step
-    of several programs, which is one for want of room, has small ones."""
-    if config.train.loss_chunk != "auto":
-        return config
+def gains(config: RunConfig, devices: int) -> bool:
+    """Says whether large chunks are fewer than small ones, and not to be weighed against offload: a step of
+    several programs is one for want of room."""
     tokens = config.train.rows_at_once * config.data.sequence // devices
     words = dict(family.chain(config.model).dims)["vocab"]
     whole = tokens * words * jnp.dtype(config.precision.compute).itemsize
-    extra = min(whole, LARGE_LOSS_CHUNK) - SMALL
-    fits = plan.peak_device + extra <= (1 - FREE) * room.device
-    large = extra > 0 and fits and not config.offload.layered
-    return replaced(config, {KEY: "large" if large else "small"})
+    return whole > SMALL and not config.offload.layered

@@ -32,7 +32,8 @@ from pallas_kernels.rms_norm import STAND_IN as NORM_STAND_IN
 
 LOSS_CHUNK = 2048
 """Tokens whose logits and gradient exist at once in linear_cross_entropy by XLA, at a vocabulary of 128,256.
-By Triton they are up to twice as many, and the gradient takes the logits' place."""
+By Triton they are up to twice as many, and the gradient takes the logits' place. Large chunks say their own
+bytes (`train.loss_chunk`)."""
 
 WORK = 1.5
 """Numbers that a block's backward pass has at once for each that it could keep: these, what it makes again,
@@ -227,7 +228,10 @@ class Sizes:
             # A stack stays whole, and its slices are copies.
             first=at_once if stacked is not None else max(at_once - max(kept), 0),
             forward=_over_a_pattern(chain.groups, in_all, kept, stream) if stacked is not None else 0,
-            logits=max(4 * LOSS_CHUNK * dims["vocab"], ops.loss_chunk_bytes or 0),
+            logits=max(
+                4 * LOSS_CHUNK * dims["vocab"],
+                min(ops.loss_chunk_bytes or 0, item * tokens * dims["vocab"]),
+            ),
             gathered=gathered,
         )
 

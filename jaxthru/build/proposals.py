@@ -48,6 +48,8 @@ HIDDEN = 0.9
 """Share of the matmuls' time that copies can hide behind."""
 UNROLLED_MOST = 64
 """Most layers that are compiled one by one: 36 take 40 s."""
+FREE = 0.1
+"""Share of the device that large chunks of the LM head have to leave: as compiled, too, they then fit."""
 OVER = 1.12
 """How many times what is compiled arithmetic may say: a loop over OLMoE's 16 layers was 1.106 times as large.
 What is too large by no more than that is near, and compiled before a configuration is refused."""
@@ -152,8 +154,8 @@ def _by_speed(
     while queue:
         seconds, _, one = heapq.heappop(queue)
         if isinstance(one, Candidate):
-            chunked = loss_chunk_choice.chosen(one.config, one.plan, room, devices)
-            yield from (dataclasses.replace(one, config=way) for way in ways(chunked))
+            one = _chunked(one, room, devices, segments)
+            yield from (dataclasses.replace(one, config=way) for way in ways(one.config))
         elif found := _fitted(config, one, room, seconds, by_arithmetic(one, devices, segments)):
             add(found.seconds, found)
 
@@ -171,6 +173,19 @@ def _fitted(
     else:
         plan, moved = planned(tried.offload)
     return Candidate(tried, plan, seconds, moved)
+
+
+def _chunked(one: Candidate, room: Room, devices: int, segments: int) -> Candidate:
+    """Returns a candidate with `train.loss_chunk` settled: large where they leave FREE of the device."""
+    config = one.config
+    if config.train.loss_chunk != "auto":
+        return one
+    if loss_chunk_choice.gains(config, devices):
+        large = replaced(config, {loss_chunk_choice.KEY: "large"})
+        plan, _ = by_arithmetic(large, devices, segments)(large.offload)
+        if plan.peak_device <= (1 - FREE) * room.device:
+            return dataclasses.replace(one, config=large, plan=plan)
+    return dataclasses.replace(one, config=replaced(config, {loss_chunk_choice.KEY: "small"}))
 
 
 def _asked(config: RunConfig, key: str, choices: tuple[str, ...]) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ def chosen_anew(run: RunConfig | None, asked: RunConfig, config: RunConfig) -> l
     before, wanted, now = (flat(configuration.to_dict(each)) for each in (run, asked, config))
     left_open = [key for key, value in wanted.items() if value == "auto"]
     left_open += [other for key in left_open for other in choices.KEPT_WITH.get(key, ())]
-    anew = [key for key in left_open if before.get(key) != now[key]]
+    anew = [key for key in left_open if before.get(key) not in (now[key], "auto")]  # it had no such key
     return [f"{key} ({before.get(key)!r} → {now[key]!r})" for key in sorted(anew)]
 
 

@@ -2,12 +2,13 @@
 
 `split_master_float32` keeps every bit that `float32` does, in as many bytes, but so that half of each master
 is the bfloat16 weight that matmuls take: no step casts matrices, or holds the cast ones beside the masters.
-Under AdamW, steps were 1.003 to 1.015 times as fast by it on one H200 and on two, of dense models in bfloat16
-and in float8 and of a mixture, with up to 5 GB less at their peak (docs/results.md). Muon's were not: they,
-like all that was not timed, have `float32`.
+Under AdamW in bfloat16, steps were 1.004 to 1.015 times as fast by it on one H200 and on two, of dense models
+and of a mixture, with up to 5 GB less at their peak (docs/results.md). Muon's were not. In float8 they were,
+but there weights would be rounded twice, to bfloat16 first, and what that does to losses was not looked at:
+these, like all that was not timed, have `float32`.
 """
 
-from jaxthru.build.defaults import AUTO, replaced
+from jaxthru.build.defaults import AUTO, float8_setting, replaced
 from jaxthru.config import RunConfig
 
 KEY = "optim.state"
@@ -32,4 +33,6 @@ def _unlike_faster(config: RunConfig, capability: tuple[int, int] | None) -> str
         return f"with precision.compute = {config.precision.compute!r}"
     if config.optim.name != "adamw":
         return f"with optim.name = {config.optim.name!r}"
+    if config.precision.float8:
+        return f"at equal numbers with {float8_setting(config)}"
     return "with adapters" if config.lora.on else ""

@@ -32,7 +32,7 @@ skipped for non-finite values, in all; `skipped_in_a_row`: since the last good o
 
 
 LARGE_LOSS_CHUNK = 2 << 30
-"""Bytes that are there at once of a large chunk's logits and their gradient, at most."""
+"""Bytes of a large chunk's logits, at most, with their gradient where that has memory of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +44,9 @@ class TrainConfig:
     (arXiv:2204.02311); 0 is off.
     loss_chunk: the LM head's logits are made and used in chunks of tokens: `small` ones, which take 1 GiB or
     little more, or `large` ones of 2 GiB, which read and write the gradient of its matrix less often; `auto`
-    takes those where a GPU has room for them (build/loss_chunk_choice.py), on a CPU `small`. They are small
-    where data says which tokens are trained on: the last one is computed whole, however few it has.
+    takes those on NVIDIA GPUs with room for them, where loop, remat or offload are `auto`, too, and
+    `deterministic` is not asked for. Where data says which tokens are trained on they are small, whatever
+    this says: the last one is computed whole, however few it has.
     objective: what is minimised: `cross_entropy`, of the tokens that are trained on, or `dpo`, direct
     preference optimisation on a mix of pairs. dpo_beta: how strongly that keeps to the model it began with.
     deterministic: bit-exact repeats on a GPU too, at some cost in speed; each start compiles the step anew.

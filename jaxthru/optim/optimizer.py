@@ -46,9 +46,9 @@ class OptimConfig:
         the first step only measures it and updates nothing. Where norms differ much from step to step, as
         early in training, `previous` costs loss.
     state: number formats of the weights, their masters and the moments, by a name in optim/formats.py;
-        docs/memory.md says what they cost. `auto` takes `split_master_float32` where steps were measured to
-        be faster by it, and else `float32` (build/state_choice.py): both keep every bit of the masters and
-        the moments. A run keeps what was taken, wherever it goes on.
+        docs/memory.md says what they cost. `auto` takes `split_master_float32` on NVIDIA GPUs in bfloat16
+        under AdamW, where steps are faster by it, and else `float32` (build/state_choice.py): both keep every
+        bit of the masters and the moments. A run keeps what was taken, wherever it goes on.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -79,7 +79,7 @@ class OptimConfig:
     @property
     def format(self) -> Format:
         """The formats of matrices; of `auto`, which is open until a step is built, those of `float32`."""
-        return FORMATS["float32" if self.state == "auto" else self.state]
+        return FORMATS.get(self.state, FORMATS["float32"])  # names are checked with all other keys
 
     def __post_init__(self):
         require(self.learning_rate > 0, f"optim.learning_rate = {self.learning_rate}: must be above 0")

@@ -19,6 +19,7 @@ from jaxthru.build.defaults import get
 from jaxthru.build.least_offload import propose
 from jaxthru.build.memory_estimate import MemoryPlan, estimate, gib
 from jaxthru.build.proposals import Candidate, all_candidates, candidates, likeliest, too_large
+from jaxthru.build.refusal import nothing_fits
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import open_data
 from jaxthru.plan import cost_command, goodput_command, limits_command, memory, network_command
@@ -80,7 +81,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     elif settled := _settled(config, target, devices, arguments.segments, segments, room):
         config, plan, resident = settled
     else:
-        _show(None, [*room.said, *taken, choices.nothing_fits(config, room, devices, segments)])
+        _show(None, [*room.said, *taken, nothing_fits(config, room, devices, segments)])
         return 1
     plan = dataclasses.replace(plan, notes=(*taken, *plan.notes))
     if not aot.available():  # a plan that is compiled says so itself
@@ -140,7 +141,7 @@ def _best(config, target, devices, segments, known, room) -> int:
         [] if aot.available() else ["nothing is compiled here, without JAX's CUDA plugin: fits by arithmetic"]
     )
     table = memory.best_table(rows) if rows else None
-    short = [] if fits else [choices.nothing_fits(config, room, devices, known)]
+    short = [] if fits else [nothing_fits(config, room, devices, known)]
     _show(table, [*room.said, *[time] * bool(rows), *less, *short])
     return 0 if fits else 1
 

@@ -159,6 +159,8 @@ def _over_all(one_chunk, total, C: int, *arrays):
     total, made = one_chunk(total, [x[:first] for x in arrays])
     if not others:
         return total, made
+    # The next chunk waits for this one's logits to be gone: of two chunks XLA has no loop to keep them apart.
+    total, arrays = jax.lax.optimization_barrier((total, arrays))
     parts = [jnp.pad(x, [(0, N - first)] + [(0, 0)] * (x.ndim - 1)) for x in made]
     return jax.lax.fori_loop(0, others, step, (total, parts))
 

@@ -21,6 +21,7 @@ from jaxthru.build.defaults import AUTO, get, plain
 from jaxthru.build.least_offload import LEVELS
 from jaxthru.build.memory_estimate import Room, estimate
 from jaxthru.build.proposals import OVER, POLICIES, candidates
+from jaxthru.build.refusal import nothing_fits
 from jaxthru.data.loading.batch import BATCH_FIELDS
 from jaxthru.runtime.errors import InputError
 
@@ -87,21 +88,21 @@ def test_what_fits_nowhere_is_one_line_with_what_would():
     config = eight_layers("optim.state=split_master_float32")
     room = Room(13 * GIB, 20 * GIB)
     assert next(candidates(config, room), None) is None
-    said = choices.nothing_fits(config, room)
+    said = nothing_fits(config, room)
     assert "offload.level = 'auto'" in said and "split_master_float32" in said and "\n" not in said
     assert "GiB on the device" in said and " fits" in said
-    assert "no narrower optim.state fits" in choices.nothing_fits(config, Room(GIB, GIB))
+    assert "no narrower optim.state fits" in nothing_fits(config, Room(GIB, GIB))
     assert "clip_rule" not in said
 
 
 def test_clipping_by_the_norm_before_is_named_where_it_makes_room():
     """Gradients that wait for their own norm are 2 bytes a parameter."""
     room, asked = Room(18 * GIB, 26 * GIB), eight_layers()
-    said = choices.nothing_fits(asked, room)
+    said = nothing_fits(asked, room)
     assert "with optim.clip_rule = 'previous' it fits" in said and "\n" not in said
     assert not any(room.holds(each.plan) for each in candidates(asked, room))
     assert next(candidates(eight_layers("optim.clip_rule=previous"), room)).config.offload.layered
-    assert "it fits" not in choices.nothing_fits(eight_layers("optim.clip=0"), room)
+    assert "it fits" not in nothing_fits(eight_layers("optim.clip=0"), room)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +115,12 @@ def test_clipping_by_the_norm_before_is_named_where_it_makes_room():
 def test_what_rules_offload_out_is_named_with_the_size_without_it(named, what, instead):
     room, config = Room(18 * GIB, 100 * GIB), eight_layers(named)
     assert next(candidates(config, room), None) is None
-    said = choices.nothing_fits(config, room)
+    said = nothing_fits(config, room)
     assert f"without offload, which {what} rules out" in said and f"with {instead} it fits" in said
     assert "and 0.0 on the host" in said and "\n" not in said
     least = float(re.search(r"needs ([\d.]+) GiB", said)[1])
     assert least > 18
-    alone = choices.nothing_fits(eight_layers(named, "offload.level=none"), room)
+    alone = nothing_fits(eight_layers(named, "offload.level=none"), room)
     assert f"{least} GiB on the device" in alone and "rules out" not in alone
 
 

@@ -27,7 +27,7 @@ def fastest(config: configuration.RunConfig, gib: float, devices: int = 1):
     return next(candidates(config, Room(round(gib * GIB), 100 * GIB), devices=devices, segments=1))
 
 
-def test_it_is_large_where_an_eighth_is_free_and_small_where_memory_is_short():
+def test_it_is_large_where_a_tenth_is_free_and_small_where_memory_is_short():
     config = load("model.layers=4", "optim.state=split_master_float32")
     wide = fastest(config, 130)
     assert wide.config.train.loss_chunk == "large" and "large loss chunks" in wide.said
@@ -46,13 +46,34 @@ def test_a_step_of_several_programs_has_small_ones():
 
 
 @pytest.mark.parametrize(
-    ("devices", "more", "chunk"),
-    # 4.2 GB of logits at 2 × 8,192 tokens; of eight devices, each has a half of 1 GiB.
-    [(1, [], "large"), (2, ["mesh.fsdp=2"], "large"), (8, ["mesh.fsdp=8", "train.rows=8"], "large")],
+    ("devices", "chunk"),
+    [
+        (1, "large"),
+        (2, "large"),
+        (8, "small"),
+    ],  # 4.2 GB of logits at 8 × 2,048 tokens, of which each has a part
 )
-def test_it_goes_by_a_device_s_own_logits(devices, more, chunk):
-    config = load("model.layers=4", "optim.state=split_master_float32", *more)
+def test_it_goes_by_a_device_s_own_logits(devices, chunk):
+    config = load("model.layers=4", "train.rows=8", "data.sequence=2048", f"mesh.fsdp={devices}")
     assert fastest(config, 130, devices).config.train.loss_chunk == chunk
+
+
+def test_a_candidate_s_plan_is_of_its_own_chunks():
+    large, small = (
+        fastest(load("model.layers=4", f"train.loss_chunk={chunk}"), 130) for chunk in ("auto", "small")
+    )
+    assert large.config.train.loss_chunk == "large"
+    assert large.plan.peak_device > small.plan.peak_device
+    assert large.plan == estimate(large.config)[0]
+
+
+def test_a_resume_that_asks_for_other_chunks_is_planned_anew():
+    """As one with other micro-batches is: they take other memory."""
+    settled = "train.loss_chunk=small", "remat.policy=projections", "model.loop=unroll", "offload.level=none"
+    run, device = load(*settled), choices.device_name(jax.devices())
+    rows = [choices.Choice("remat.policy", "auto", "projections", "why", device)]
+    assert choices._alike(load(*settled[:1], *settled[2:]), run, {"remat.policy"})
+    assert not choices._alike(load("train.loss_chunk=large", *settled[2:]), run, {row.key for row in rows})
 
 
 def test_few_logits_are_one_small_chunk():

@@ -6,10 +6,11 @@ import pytest
 from runs import ROOT
 
 from jaxthru import config as configuration
-from jaxthru.build import choices, least_offload
+from jaxthru.build import least_offload
 from jaxthru.build.confirmed import fastest
 from jaxthru.build.memory_estimate import Room
 from jaxthru.build.proposals import HIDDEN, PCIE, Candidate, candidates
+from jaxthru.build.refusal import nothing_fits
 
 GIB = 2**30
 ROOM = Room(round(134.2 * GIB), 120 * GIB)
@@ -89,5 +90,5 @@ def test_what_is_far_too_large_is_refused_without_a_search(bench, monkeypatch):
     config = drawn(bench, "970aaefccccc", 7)
     monkeypatch.setattr(least_offload, "least", lambda *_: pytest.fail("rehearsed a level that has no room"))
     assert next(candidates(config, ROOM, segments=32), None) is None
-    said = choices.nothing_fits(config, ROOM, 1, 32)
+    said = nothing_fits(config, ROOM, 1, 32)
     assert "no narrower optim.state fits" in said and "\n" not in said

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxthru.build.memory_estimate import Room, layout_of
 from jaxthru.optim.formats import FORMATS
 from jaxthru.plan.__main__ import main as plan
 from jaxthru.runtime import aot
+from jaxthru.runtime.errors import InputError
 
 HOPPER = (9, 0)
 
@@ -28,9 +30,8 @@ def load(name: str, *overrides: str) -> configuration.RunConfig:
 
 
 @pytest.mark.parametrize("name", ["llama3_8b_8layer", "llama3_8b_one_gpu", "qwen3_0_6b", "olmoe_1b_7b"])
-@pytest.mark.parametrize("matmul", ["compute", "fp8"])
-def test_models_in_bfloat16_have_split_masters_under_adamw(name, matmul):
-    config, why = state_choice.settled(load(name, f"precision.matmul={matmul}"), HOPPER)
+def test_models_in_bfloat16_have_split_masters_under_adamw(name):
+    config, why = state_choice.settled(load(name), HOPPER)
     assert config.optim.state == "split_master_float32" and "no cast" in why
     both = [FORMATS[state].bytes_per_parameter() for state in (config.optim.state, "float32")]
     assert sum(both[0]) == sum(both[1]), "as many bytes"
@@ -43,6 +44,7 @@ def test_models_in_bfloat16_have_split_masters_under_adamw(name, matmul):
         ("llama3_2_1b", ["precision.compute=float32"], HOPPER, "precision.compute = 'float32'"),
         ("llama3_2_1b", ["optim.name=muon"], HOPPER, "optim.name = 'muon'"),
         ("llama3_2_1b", ["lora.rank=8"], HOPPER, "with adapters"),
+        ("llama3_2_1b", ["precision.matmul=fp8"], HOPPER, "at equal numbers with precision.matmul = 'fp8'"),
     ],
 )
 def test_what_was_not_found_faster_stays_float32(name, settings, capability, unlike):
@@ -62,8 +64,31 @@ def test_the_default_is_open_and_on_a_cpu_float32():
     assert choices.resolve(config).optim.state == plain(config).optim.state == "float32"
 
 
+def test_float8_that_auto_takes_keeps_float32():
+    config = load("llama3_8b_8layer", "precision.matmul=auto")
+    config, _ = early_choices.for_devices(config, layout_of(config, 1), "NVIDIA H200", HOPPER)
+    assert (config.precision.matmul, config.optim.state) == ("fp8", "float32")
+
+
+def test_a_name_that_is_none_is_refused_in_one_line(tmp_path):
+    file = tmp_path / "file.py"
+    file.write_text(
+        "from jaxthru.config import OptimConfig, RunConfig\n"
+        "def config():\n    return RunConfig(optim=OptimConfig(state='split_master_flot32'))\n"
+    )
+    with pytest.raises(InputError, match=r"optim\.state = 'split_master_flot32': must be one of"):
+        configuration.load(file)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Has choices.py see one GPU."""
+    gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", process_index=0)
+    monkeypatch.setattr(choices.hardware, "devices", lambda: [gpu])
+
+
 @pytest.mark.parametrize("has", ["float32", "split_master_float32"])
-def test_a_run_keeps_its_own_on_any_device(has):
+def test_a_run_keeps_its_own_on_any_device(has, on_a_gpu):
     """One from before there was `auto` has float32, which its checkpoints are of."""
     run = load("llama3_8b_8layer", f"optim.state={has}", "model.loop=auto")
     rows = () if has == "float32" else (choices.Choice("optim.state", "auto", has, "why", "8 × another"),)
@@ -71,6 +96,25 @@ def test_a_run_keeps_its_own_on_any_device(has):
         assert choices.resolve(load("llama3_8b_8layer", *more), run, rows).optim.state == has
     asked = load("llama3_8b_8layer", "optim.state=split_master")
     assert choices.resolve(asked, run, rows).optim.state == "split_master"
+
+
+@pytest.mark.parametrize(
+    ("setting", "state"),
+    [
+        ("train.rows=4", "split_master_float32"),
+        ("precision.compute=float32", "auto"),
+        ("optim.name=muon", "auto"),
+        ("lora.rank=8", "auto"),
+    ],
+)
+def test_a_new_run_by_a_config_json_opens_it_where_what_decides_it_is_another(
+    setting, state, tmp_path, on_a_gpu
+):
+    configuration.dump(load("llama3_2_1b", "optim.state=split_master_float32"), tmp_path / "config.json")
+    row = choices.Choice("optim.state", "auto", "split_master_float32", "why", "1 × NVIDIA H200")
+    choices.write(tmp_path / "choices.json", [row])
+    config = configuration.load(tmp_path / "config.json", [setting])
+    assert choices.resolve(config).optim.state == state
 
 
 def test_what_was_taken_is_said_and_recorded_and_trains(monkeypatch):

@@ -1,0 +1,46 @@
+"""The line that says what is short where nothing fits that `auto` may stand for, and what would."""
+
+from jaxthru.build.defaults import SEARCHED, get, plain, replaced
+from jaxthru.build.least_offload import LEVELS, narrower, propose, ruling_out
+from jaxthru.build.memory_estimate import Room, estimate, gib
+from jaxthru.build.proposals import left_open
+from jaxthru.config import RunConfig
+
+
+def nothing_fits(config: RunConfig, room: Room, devices: int = 1, segments: int = 1) -> str:
+    """Returns a line that says what is short, at the least that a configuration can take, and what fits."""
+    asked = ", ".join(f"{key} = 'auto'" for key in SEARCHED if get(config, key) == "auto")
+    ruling = [f"{key} = {value!r}" for key, value in ruling_out(config).items()]
+    most = {"model.loop": "unroll", "remat.policy": "full", "offload.level": LEVELS[0 if ruling else -1]}
+    tried = plain(replaced(config, {key: value for key, value in most.items() if get(config, key) == "auto"}))
+    how = {"devices": devices, "segments": segments}
+    plan, _ = estimate(tried, **how)
+    left = config.offload.level == "auto"
+    levels = LEVELS if left and not ruling else (tried.offload.level,)
+    formats = narrower(config.optim.state)
+    others = [found.state for found in propose(tried, room, **how, formats=formats, levels=levels)]
+    advice = (
+        f"optim.state = {' or '.join(map(repr, others))} fits" if others else "no narrower optim.state fits"
+    )
+    if _fits_unclipped(tried, room, levels, how):
+        advice = f"with optim.clip_rule = 'previous' it fits, as gradients do not wait; {advice}"
+    if found := left_open(config, room, devices, segments):
+        values = " and ".join(f"{key} = {value!r}" for key, value in found.items())
+        advice = f"with {values} it fits; {advice}"
+    without = f" and without offload, which {' and '.join(ruling)} rules out" if left and ruling else ""
+    return (
+        f"{asked}: nothing fits with optim.state = {config.optim.state!r}{without}; at the least it needs "
+        f"{gib(plan.peak_device)} GiB on the device, of {gib(room.device)}, and {gib(plan.peak_host)} on the "
+        f"host, of {gib(room.host)}; {advice}"
+    )
+
+
+def _fits_unclipped(tried: RunConfig, room: Room, levels: tuple[str, ...], how: dict[str, int]) -> bool:
+    """Says whether a configuration would fit whose gradients need not wait for their norm. tried: the least
+    that it can take as it is. levels: of offload, that it may have."""
+    if tried.optim.clip_rule != "exact" or not tried.optim.clip:
+        return False
+    other = replaced(tried, {"optim.clip_rule": "previous"})
+    if len(levels) > 1:
+        return bool(propose(other, room, formats=(tried.optim.state,), **how))
+    return room.holds(estimate(other, **how)[0])
