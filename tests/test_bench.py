@@ -206,23 +206,41 @@ def test_fp8_is_judged_by_pairs_of_the_same_seed(bench):
     assert bench("measure.fp8_loss").compare([run(4.0)], [run(4.0)])["all_steps"]["standard_error"] is None
 
 
-def test_a_key_of_the_configuration_is_compute_and_fp8_in_turn(bench, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "settings", "ratio"),
+    [
+        (
+            ["--key", "lora.base", "--set", "lora.rank=2"],
+            [("compute", "compute", "auto"), ("fp8", "compute", "auto")],
+            "fp8_over_compute",
+        ),
+        (
+            ["--set", "precision.matmul=fp8", "--key", "optim.state", "--values", "float32", "split_master"],
+            [("compute", "fp8", "float32"), ("compute", "fp8", "split_master")],
+            "split_master_over_float32",
+        ),
+    ],
+)
+def test_a_key_of_the_configuration_is_one_and_the_other_in_turn(
+    words, settings, ratio, bench, monkeypatch, tmp_path
+):
     script, asked = bench("measure.fp8_loss"), []
 
     def build_step(config, data):
-        asked.append((config.lora.base, config.precision.matmul, config.train.steps))
+        asked.append((config.lora.base, config.precision.matmul, config.optim.state))
+        assert config.train.steps == 40
         return types.SimpleNamespace(evaluation=lambda: None)
 
     run = lambda *_: {"losses": [4.0] * 40, "held_out_loss": 4.0, "skipped_updates": 0}  # noqa: E731
     monkeypatch.setattr(script, "open_data", lambda config: contextlib.nullcontext())
     monkeypatch.setattr(script, "build_step", build_step)
     monkeypatch.setattr(script, "run", run)
-    words = ["--key", "lora.base", "--set", "lora.rank=2", "--steps", "40", "--seeds", "2"]
+    words = [*words, "--steps", "40", "--seeds", "2"]
     monkeypatch.setattr(sys, "argv", ["fp8_loss.py", *words, "--output", str(tmp_path / "line.json")])
     assert script.main() == 0
-    assert asked == [("compute", "compute", 40), ("fp8", "compute", 40)]
+    assert asked == settings
     line = json.loads((tmp_path / "line.json").read_text())
-    assert (line["key"], line["fp8_over_compute"]["held_out"]["mean"]) == ("lora.base", 0.0)
+    assert line["key"] == words[words.index("--key") + 1] and line[ratio]["held_out"]["mean"] == 0.0
 
 
 def test_steps_may_be_counted_in_place_of_seconds(bench):

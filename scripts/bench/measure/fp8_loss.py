@@ -1,8 +1,11 @@
 """Trains a configuration with precision.matmul = compute and fp8, for several seeds, and compares the losses.
 
     python scripts/bench/measure/fp8_loss.py [--config FILE] [--set a.b=v ...] [--steps N] [--seeds N]
+    python scripts/bench/measure/fp8_loss.py --set precision.matmul=fp8 \\
+        --key optim.state --values float32 split_master_float32
 
-With `--key lora.base` it is the frozen base of adapters that is kept in the one or the other.
+With `--key lora.base` it is the frozen base of adapters that is kept in the one or the other; with --values,
+what any key is in turn.
 
 The two runs of a seed start from the same parameters and take the same batches. The beginning of training is
 chaotic: what one pair of runs differs by says little, so that the mean over seeds counts, beside its standard
@@ -97,13 +100,13 @@ def mean_and_error(values: np.ndarray) -> dict:
     }
 
 
-def compare(compute: list[dict], fp8: list[dict]) -> dict:
-    """Returns how far the losses of fp8 are from those of compute, seed by seed, as parts of those."""
+def compare(first: list[dict], second: list[dict]) -> dict:
+    """Returns how far the second losses are from the first, seed by seed, as parts of the first."""
 
     def differences(number: Callable[[dict], float]) -> np.ndarray:
-        return np.array([number(b) / number(a) - 1 for a, b in zip(compute, fp8, strict=True)])
+        return np.array([number(b) / number(a) - 1 for a, b in zip(first, second, strict=True)])
 
-    curves = windows(fp8).mean(axis=0) / windows(compute).mean(axis=0) - 1
+    curves = windows(second).mean(axis=0) / windows(first).mean(axis=0) - 1
     return {
         "all_steps": mean_and_error(differences(lambda run: np.mean(run["losses"]))),
         "last_50_steps": mean_and_error(differences(lambda run: np.mean(run["losses"][-50:]))),
@@ -114,15 +117,16 @@ def compare(compute: list[dict], fp8: list[dict]) -> dict:
 
 def measure(arguments) -> dict:
     overrides, results = [*arguments.overrides, f"train.steps={arguments.steps}"], {}
-    for matmul in ("compute", "fp8"):
-        config = configuration.load(arguments.config, [*overrides, f"{arguments.key}={matmul}"])
+    first, second = arguments.values
+    for value in arguments.values:
+        config = configuration.load(arguments.config, [*overrides, f"{arguments.key}={value}"])
         with open_data(config.data) as data:
             built = build_step(config, data)
             evaluation = built.evaluation()
-            results[matmul] = []
+            results[value] = []
             for seed in range(arguments.seeds):
-                print(f"{matmul}, seed {seed}", file=sys.stderr)
-                results[matmul].append(run(built, evaluation, seed))
+                print(f"{value}, seed {seed}", file=sys.stderr)
+                results[value].append(run(built, evaluation, seed))
     kept = ("held_out_loss", "skipped_updates")
     return {
         "steps": arguments.steps,
@@ -130,7 +134,7 @@ def measure(arguments) -> dict:
         "key": arguments.key,
         "rows": config.train.rows,
         "sequence": config.data.sequence,
-        "fp8_over_compute": compare(**results),
+        f"{second}_over_{first}": compare(results[first], results[second]),
         "means_of_20_steps": {name: windows(runs).round(5).tolist() for name, runs in results.items()},
         **{key: {name: [run[key] for run in runs] for name, runs in results.items()} for key in kept},
     }
@@ -141,7 +145,8 @@ main = harness.program(
     measure,
     harness.option("--steps", type=int, default=300),
     harness.option("--seeds", type=int, default=4),
-    harness.option("--key", default="precision.matmul", help="what is compute and fp8 in turn"),
+    harness.option("--key", default="precision.matmul", help="what is one and the other in turn"),
+    harness.option("--values", nargs=2, default=("compute", "fp8"), metavar=("FIRST", "SECOND")),
     config=__file__,
 )
 
