@@ -201,7 +201,10 @@ def _stacked(config: RunConfig, devices: int, segments: int) -> int | None:
     inputs; None where there is no loop."""
     if config.model.loop != "scan":
         return None
-    return _traced_stacks(dataclasses.replace(config, optim=OptimConfig()), devices, segments)
+    of_any = dataclasses.replace(  # neither of these is in a loop over layers
+        config, optim=OptimConfig(), train=dataclasses.replace(config.train, loss_chunk="small")
+    )
+    return _traced_stacks(of_any, devices, segments)
 
 
 @functools.lru_cache(maxsize=16)

@@ -180,10 +180,11 @@ def _chunked(one: Candidate, room: Room, devices: int, segments: int) -> Candida
     config = one.config
     if config.train.loss_chunk != "auto":
         return one
-    if loss_chunk_choice.gains(config, devices):
+    most = (1 - FREE) * room.device
+    if one.plan.peak_device <= most and loss_chunk_choice.gains(config, devices):
         large = replaced(config, {loss_chunk_choice.KEY: "large"})
         plan, _ = by_arithmetic(large, devices, segments)(large.offload)
-        if plan.peak_device <= (1 - FREE) * room.device:
+        if plan.peak_device <= most:
             return dataclasses.replace(one, config=large, plan=plan)
     return dataclasses.replace(one, config=replaced(config, {loss_chunk_choice.KEY: "small"}))
 
