@@ -155,15 +155,15 @@ def reopened(config: RunConfig, here: str | None = None) -> RunConfig:
     here: `named` of the devices, by default of all that are here.
     """
     here = here or device_name(hardware.devices())
-    changed, numeric = (
-        any(key.startswith(keys) for key in config.overridden) for keys in (DECIDES, DECIDE_NUMBERS)
-    )
-    away = [
-        each
-        for each in of_file(config)
-        if (numeric if each.key in NUMERIC else changed or each.device != here)
-    ]
-    return replaced(config, {each.key: each.asked for each in away if get(config, each.key) == each.chosen})
+
+    def holds(choice: Choice) -> bool:
+        numeric = choice.key in NUMERIC
+        decide = DECIDE_NUMBERS if numeric else DECIDES
+        changed = any(key.startswith(decide) for key in config.overridden)
+        return not changed and (numeric or choice.device == here)
+
+    away = [each for each in of_file(config) if get(config, each.key) == each.chosen and not holds(each)]
+    return replaced(config, {each.key: each.asked for each in away})
 
 
 def resolve(config: RunConfig, run: RunConfig | None = None, recorded: Sequence[Choice] = ()) -> RunConfig:

@@ -27,6 +27,11 @@ def get(config: RunConfig, key: str) -> Any:
     return getattr(getattr(config, group), name)
 
 
+def searched(config: RunConfig) -> list[str]:
+    """Returns the keys of SEARCHED that are still `auto`."""
+    return [key for key in SEARCHED if get(config, key) == "auto"]
+
+
 def replaced(config: RunConfig, values: dict[str, Any]) -> RunConfig:
     """Returns a configuration with other values of keys, by their whole names."""
     groups: dict[str, dict[str, Any]] = {}

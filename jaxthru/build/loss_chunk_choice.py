@@ -8,7 +8,7 @@ and loss of Llama 3 8B at 16,384 tokens take 81.5 ms for 83.9, those of Qwen3-0.
 
 import jax.numpy as jnp
 
-from jaxthru.build.defaults import AUTO, SEARCHED, get, replaced
+from jaxthru.build.defaults import AUTO, replaced, searched
 from jaxthru.config import RunConfig
 from jaxthru.models import family
 
@@ -23,8 +23,7 @@ def settled(config: RunConfig, capability: tuple[int, int] | None) -> RunConfig:
     capability: of the devices; None of what is no NVIDIA GPU."""
     if config.train.loss_chunk != "auto":
         return config
-    searched = any(get(config, key) == "auto" for key in SEARCHED)
-    if searched and capability is not None and not config.train.deterministic:
+    if searched(config) and capability is not None and not config.train.deterministic:
         return config
     return replaced(config, {KEY: AUTO[KEY]})
 

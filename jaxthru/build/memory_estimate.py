@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxthru.build.defaults import plain
+from jaxthru.build.defaults import plain, replaced
 from jaxthru.build.memory_sizes import (
     Sizes,
     attention_stand_in,
@@ -201,9 +201,8 @@ def _stacked(config: RunConfig, devices: int, segments: int) -> int | None:
     inputs; None where there is no loop."""
     if config.model.loop != "scan":
         return None
-    of_any = dataclasses.replace(  # neither of these is in a loop over layers
-        config, optim=OptimConfig(), train=dataclasses.replace(config.train, loss_chunk="small")
-    )
+    # Neither of these is in a loop over layers.
+    of_any = dataclasses.replace(replaced(config, {"train.loss_chunk": "small"}), optim=OptimConfig())
     return _traced_stacks(of_any, devices, segments)
 
 

@@ -1,6 +1,6 @@
 """The line that says what is short where nothing fits that `auto` may stand for, and what would."""
 
-from jaxthru.build.defaults import SEARCHED, get, plain, replaced
+from jaxthru.build.defaults import get, plain, replaced, searched
 from jaxthru.build.least_offload import LEVELS, narrower, propose, ruling_out
 from jaxthru.build.memory_estimate import Room, estimate, gib
 from jaxthru.build.proposals import left_open
@@ -9,7 +9,7 @@ from jaxthru.config import RunConfig
 
 def nothing_fits(config: RunConfig, room: Room, devices: int = 1, segments: int = 1) -> str:
     """Returns a line that says what is short, at the least that a configuration can take, and what fits."""
-    asked = ", ".join(f"{key} = 'auto'" for key in SEARCHED if get(config, key) == "auto")
+    asked = ", ".join(f"{key} = 'auto'" for key in searched(config))
     ruling = [f"{key} = {value!r}" for key, value in ruling_out(config).items()]
     most = {"model.loop": "unroll", "remat.policy": "full", "offload.level": LEVELS[0 if ruling else -1]}
     tried = plain(replaced(config, {key: value for key, value in most.items() if get(config, key) == "auto"}))

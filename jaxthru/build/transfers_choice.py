@@ -9,7 +9,7 @@ expert=2 (docs/results.md, "Training step"). Anywhere else `auto` takes collecti
 from collections.abc import Iterator
 
 from jaxthru.build.checks import has_experts
-from jaxthru.build.defaults import SEARCHED, float8_setting, get, replaced
+from jaxthru.build.defaults import float8_setting, replaced, searched
 from jaxthru.config import RunConfig
 from jaxthru.runtime.sharding import Layout
 
@@ -30,13 +30,12 @@ def settled(config: RunConfig, layout: Layout, kind: str, processes: int) -> Run
     """
     if config.mesh.transfers != "auto":
         return config
-    searched = any(get(config, key) == "auto" for key in SEARCHED)
     micro = config.train.rows_at_once * config.data.sequence // layout.size("batch")
     split = "experts" if has_experts(config) else "embed"
     measured = (
         (kind, layout.mesh.size, layout.size(split), processes) == (KIND, DEVICES, DEVICES, 1)
         and micro >= TOKENS[split]
-        and searched
+        and searched(config)
         and _is_like_measured(config)
     )
     return config if measured else replaced(config, {KEY: "collectives"})

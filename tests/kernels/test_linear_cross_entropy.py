@@ -258,9 +258,8 @@ def test_chunk_bytes_are_of_a_chunk_s_logits_and_their_gradient():
         assert f"[{C},{V}]" in compiled.as_text() and f"[{2 * C},{V}]" not in compiled.as_text()
         gradients[C] = compiled(hidden, matrix)
     jax.tree.map(lambda *x: np.testing.assert_allclose(*x, rtol=1e-5, atol=1e-6), *gradients.values())
-    assert (
-        triton.logits_bytes(1 << 40, chunk_bytes=1 << 20) == 1 << 20
-    )  # where the gradient takes their place
+    # Where the gradient takes the logits' place.
+    assert triton.logits_bytes(1 << 40, chunk_bytes=1 << 20) == 1 << 20
 
 
 def beyond_matrix_and_gradient(memory, shape: Shape) -> int:

@@ -17,7 +17,7 @@ from jaxthru import config as configuration
 from jaxthru.build import choices, confirmed, resuming
 from jaxthru.build.checks import validate
 from jaxthru.build.compiled import compile_step
-from jaxthru.build.defaults import AUTO, get, plain
+from jaxthru.build.defaults import get, plain
 from jaxthru.build.least_offload import LEVELS
 from jaxthru.build.memory_estimate import Room, estimate
 from jaxthru.build.proposals import OVER, POLICIES, candidates
@@ -39,7 +39,8 @@ def eight_layers(*more: str):
 
 def test_auto_is_the_default_and_on_a_cpu_what_it_was():
     config = jaxthru.RunConfig()
-    assert choices.open_keys(config) == [key for key in AUTO if key != "precision.matmul"]
+    searched = ["model.loop", "remat.policy", "offload.level"]
+    assert choices.open_keys(config) == [*searched, "optim.state", "train.loss_chunk", "mesh.transfers"]
     ready = choices.resolve(config)
     assert (ready.model.loop, ready.remat.policy, ready.offload.level) == ("scan", "none", "none")
     assert plain(eight_layers("offload.activations=inputs")).model.loop == "unroll"
