@@ -196,9 +196,10 @@ def _alike(config: RunConfig, run: RunConfig, chosen: set[str]) -> bool:
     return all(ours.get(key) == theirs.get(key) for key in keys)
 
 
-FULL, DISPATCHED = 0.97, 0.94
-"""Share of a device's memory that a compiled plan may fill: of a step that is one program, and of one that is
-several, whose arrays of many sizes come and go and leave holes."""
+FULL, PLACED, BY_BYTES = 0.97, 0.98, 0.94
+"""Share of a device's memory that a plan may fill: of a step that is one program; of one that is several,
+whose arrays come and go, with the gaps between them; and of the latter where nothing could be compiled and
+no gaps are known."""
 
 
 def room_here(config: RunConfig) -> Room:
@@ -210,14 +211,11 @@ def room_here(config: RunConfig) -> Room:
     return Room(*sizes)
 
 
-def full(room: Room) -> Room:
-    """Returns the room beyond which a compiled plan does not fit."""
-    return dataclasses.replace(room, device=round(FULL * room.device))
-
-
-def share_of(room: Room, config: RunConfig) -> Room:
-    """Returns the room that a compiled plan of this configuration may fill."""
-    share = DISPATCHED if config.offload.layered else FULL
+def full(room: Room, config: RunConfig, compiled: bool = True) -> Room:
+    """Returns the room that a plan of this configuration may fill, and beyond which it does not fit.
+    compiled: or by arithmetic alone."""
+    several = PLACED if compiled else BY_BYTES
+    share = several if config.offload.layered else FULL
     return dataclasses.replace(room, device=round(share * room.device))
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from jaxthru.build.defaults import get, replaced
 from jaxthru.build.memory_estimate import MemoryPlan, Room, estimate, indispensable
@@ -57,8 +57,11 @@ class Proposal:
     moved: int
 
 
-Planned = Callable[[OffloadConfig], tuple[MemoryPlan, int]]
-"""What a step with this offload needs, and the bytes that it moves."""
+class Planned(Protocol):
+    """What a step with some offload needs, and the bytes that it moves."""
+
+    def __call__(self, offload: OffloadConfig, placed: bool = False) -> tuple[MemoryPlan, int]:
+        """placed: with the gaps between arrays, where they are known; slower."""
 
 
 def least(config: RunConfig, level: str, room: Room, planned: Planned) -> Proposal | None:
@@ -69,15 +72,23 @@ def least(config: RunConfig, level: str, room: Room, planned: Planned) -> Propos
     most = 0 if level == "none" else stages
 
     @functools.cache
-    def at(hosted: int) -> tuple[MemoryPlan, int]:
-        return planned(dataclasses.replace(config.offload, level=level, fraction=hosted / stages or 1.0))
+    def at(hosted: int, placed: bool = False) -> tuple[MemoryPlan, int]:
+        tried = dataclasses.replace(config.offload, level=level, fraction=hosted / stages or 1.0)
+        return planned(tried, placed)
 
     if at(most)[0].peak_device > room.device:
         return None  # not even with all of them
     first = _first_that_fits(most, room, lambda hosted: at(hosted)[0])
-    if first is None or not room.holds(at(first)[0]):
-        return None
-    return Proposal(level, config.optim.state, first / stages, *at(first))
+    while first is not None:
+        plan, moved = at(first, placed=True)
+        if room.holds(plan):
+            return Proposal(level, config.optim.state, first / stages, plan, moved)
+        if plan.peak_host > room.host or first == most:
+            return None
+        stage = (at(first)[0].peak_device - at(most)[0].peak_device) / (most - first)
+        over = plan.peak_device - room.device
+        first = min(first + max(int(over / stage) if stage > 0 else 0, 1), most)
+    return None
 
 
 def _first_that_fits(count: int, room: Room, plan: Callable[[int], MemoryPlan]) -> int | None:
@@ -136,7 +147,7 @@ def by_arithmetic(
 ) -> Planned:
     """Returns `estimate` as a function of the offload."""
 
-    def planned(offload: OffloadConfig) -> tuple[MemoryPlan, int]:
+    def planned(offload: OffloadConfig, placed: bool = False) -> tuple[MemoryPlan, int]:
         tried = dataclasses.replace(config, offload=offload)
         return estimate(tried, resident=resident, devices=devices, segments=segments)
 

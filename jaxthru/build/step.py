@@ -73,9 +73,9 @@ class Assembled:
         layout = self.step.model.ops.layout
         return Rehearsals(self.dispatched, self.abstract, self.in_stages.batch, layout, analysis)
 
-    def rehearsed(self, analysis: Analysis) -> Rehearsal:
-        """Returns what two dispatched steps need."""
-        return self.rehearsals(analysis)(self.offload)
+    def rehearsed(self, analysis: Analysis, placed: bool = False) -> Rehearsal:
+        """Returns what dispatched steps need. placed: see `Rehearsals`."""
+        return self.rehearsals(analysis)(self.offload, placed)
 
     def compile(self, options: dict[str, Any]) -> CompiledStep | DispatchedStep:
         """Returns the step, compiled for the devices of its layout."""

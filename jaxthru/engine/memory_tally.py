@@ -1,4 +1,7 @@
-"""The memory tally of a rehearsed step: what lives on a device and on its host, and copies under way."""
+"""The memory tally of a rehearsed step: what lives on a device and on its host, and copies under way.
+
+It may have the places, too, that arrays get on a device, and so what the gaps between them take.
+"""
 
 import dataclasses
 import functools
@@ -9,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxthru.engine.best_fit import BestFit
 from jaxthru.engine.offload import HOST
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown
 
@@ -59,17 +63,18 @@ class Size:
 @dataclasses.dataclass(eq=False)
 class Copy:
     """Arrays on their way, all that one call has put. source_made: the last program whose result it reads.
-    used_by: the first that reads what it writes. frees: what ends with it: (on the host, category, bytes)."""
+    used_by: the first that reads what it writes. frees: what ends with it: (on the host, category, bytes,
+    place)."""
 
     to_host: bool
     source_made: int
     used_by: int | None = None
-    frees: list[tuple[bool, str, int]] = dataclasses.field(default_factory=list)
+    frees: list[tuple[bool, str, int, int | None]] = dataclasses.field(default_factory=list)
 
 
 class Array:
     """Stands for a jax.Array. made: number of the program that makes it. comes: the copy that does. read:
-    those that read it."""
+    those that read it. place: of its memory, where places are told: new, or one that it takes over."""
 
     __slots__ = (
         "category",
@@ -78,19 +83,23 @@ class Array:
         "like",
         "made",
         "on_host",
+        "place",
         "read",
         "sharding",
         "size",
         "tally",
     )
 
-    def __init__(self, tally: "MemoryTally", like: Size, sharding, category: str, made: int, comes=None):
+    def __init__(
+        self, tally: "MemoryTally", like: Size, sharding, category: str, made: int, comes=None, place=None
+    ):
         self.tally, self.like, self.sharding = tally, like, sharding
         self.category, self.made, self.comes, self.gone = category, made, comes, False
         self.read: list[Copy] = []
         self.on_host = sharding.memory_kind == HOST
         self.size = like.on_device * (sharding.mesh.size if self.on_host else 1)
         tally.add(self.on_host, category, self.size)
+        self.place = tally.take(self.size) if place is None and not self.on_host else place
 
     @property
     def nbytes(self) -> int:
@@ -107,9 +116,17 @@ class Array:
         under_way = [copy for copy in self.read if copy in self.tally.copies]
         if under_way:
             self.tally.add(self.on_host, "staging", self.size)
-            under_way[-1].frees.append((self.on_host, "staging", self.size))
+            under_way[-1].frees.append((self.on_host, "staging", self.size, self.place))
+        else:
+            self.tally.give(self.place)
 
     __del__ = delete
+
+    def donate(self) -> int | None:
+        """Deletes it, and returns its place, which another may take over or has to give."""
+        place, self.place = self.place, None
+        self.delete()
+        return place
 
     def block_until_ready(self) -> "Array":
         self.tally.waited(self)
@@ -117,9 +134,10 @@ class Array:
 
 
 class MemoryTally:
-    """What lives, by category: [False] on a device, [True] on the host."""
+    """What lives, by category: [False] on a device, [True] on the host. memory: of the device, by places."""
 
-    def __init__(self):
+    def __init__(self, memory: BestFit | None = None):
+        self.memory = memory
         self.live = [dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)]
         self.copies: list[Copy] = []
         self.moments: list[Moment] = []
@@ -129,6 +147,14 @@ class MemoryTally:
 
     def add(self, on_host: bool, category: str, size: int) -> None:
         self.live[on_host][category] += size
+
+    def take(self, size: int) -> int | None:
+        """Returns a place on the device; None where they are not told."""
+        return self.memory.take(size) if self.memory else None
+
+    def give(self, place: int | None) -> None:
+        if place is not None:
+            self.memory.give(place)
 
     def arrays(self, sizes: Tree, category: str, made: int = 0) -> Tree:
         """Returns stand-ins for new arrays."""
@@ -177,5 +203,6 @@ class MemoryTally:
             (over if ended else left).append(copy)
         self.copies = left
         for copy in over:
-            for on_host, category, size in copy.frees:
+            for on_host, category, size, place in copy.frees:
                 self.add(on_host, category, -size)
+                self.give(place)

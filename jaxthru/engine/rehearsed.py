@@ -7,13 +7,19 @@ arguments is read from its compile.
 Approximate, to the safe side: a copy is taken to end only when the host has waited for it, or for a program
 that needs it; until then both ends of it are counted, as `staging`. What only programs use is free as soon as
 the last of them is dispatched, for they run in that order.
+
+Arrays are counted a stage's as one or two, which is fast, or each has the place that XLA's allocator gives it
+(best_fit.py): then the gaps between them count, too.
 """
 
+import collections
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
+from jaxthru.engine.best_fit import BestFit
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.memory_tally import Array, MemoryTally, Moment, Size
 from jaxthru.engine.model import split_stages
@@ -26,6 +32,7 @@ from jaxthru.runtime.sharding import Layout
 
 Tree = Any
 STEPS = 2  # the second begins while the last copies of the first are under way
+PLACED_STEPS = 8  # by when gaps hardly grow any more
 
 RESULTS: dict[str, tuple[str, ...]] = {
     scopes.BEGIN: ("other", "other", "other"),
@@ -59,10 +66,12 @@ Analysis = Callable[[str, jax.stages.Traced], Breakdown]
 
 class Rehearsal(NamedTuple):
     """moments: each program while it runs, and each start of copies. moved: bytes that a step copies
-    between a device and its host, both ways."""
+    between a device and its host, both ways. extent: bytes of device memory with the gaps between arrays; 0
+    where arrays got no places."""
 
     moments: list[Moment]
     moved: int
+    extent: int
 
 
 class Rehearsals:
@@ -82,25 +91,30 @@ class Rehearsals:
         def compiler(name, function, arguments, donate=(), **settings):
             traced = trace(name, function, arguments, donate, **settings)
             results = _with_shardings(traced.out_info, layout)
-            sizes, needs = _results(name, results), analysis(name, traced)
-            return _Program(lambda: self._tally, name, needs, sizes, donate), results
+            whole, each = _results(name, results), _sizes(results)
+            return _Program(lambda: self._tally, name, analysis(name, traced), whole, each, donate), results
 
         self._step = make(compiler, lambda *arguments: self._tally.put(*arguments))
-        self._state, self._batch = _by_stage(state, self._step.trains), _sizes(batch)
-        self._step.trains = [WHOLE] * len(self._step.trains)  # of such trees, from here on
+        trains = self._step.trains
+        state = jax.tree.map(lambda leaf, home: leaf.update(sharding=home), state, on_device(state))
+        self._whole = _by_stage(state, trains), [WHOLE] * len(trains)
+        self._each, self._batch = (_sizes(state), trains), _sizes(batch)
 
-    def __call__(self, offload: OffloadConfig) -> Rehearsal:
-        """Returns what two steps need with this offload, dispatched one after the other."""
-        tally = self._tally = MemoryTally()
-        state, moved = offloaded_state(self._state, offload), []
+    def __call__(self, offload: OffloadConfig, placed: bool = False) -> Rehearsal:
+        """Returns what steps need with this offload, dispatched one after the other. placed: with each array
+        in its place, some twenty times as slow."""
+        tally = self._tally = MemoryTally(BestFit() if placed else None)
+        state, trains = self._each if placed else self._whole
+        state, moved = offloaded_state(state, offload), []
         step = self._step.at_home(offload, state)
+        step.trains = trains
         kinds = {"params": "parameters", "opt_state": "optimizer"}
         arrays = {name: tally.arrays(tree, kinds.get(name, "other")) for name, tree in state.items()}
-        for _ in range(STEPS):
+        for _ in range(PLACED_STEPS if placed else STEPS):
             arrays, _ = step(arrays, tally.arrays(self._batch, "other"))
             moved.append(tally.moved)
         step.settled(arrays)  # before a checkpoint and an evaluation; nothing else paces the stores
-        return Rehearsal(tally.moments, moved[-1] - moved[-2])
+        return Rehearsal(tally.moments, moved[-1] - moved[-2], tally.memory.extent if placed else 0)
 
 
 def _with_shardings(results: Tree, layout: Layout) -> Tree:
@@ -144,8 +158,7 @@ def _whole(tree: Tree, trains: Tree = None) -> dict[str, Size | None]:
 
 
 def _by_stage(state: State, trains: list[Tree]) -> State:
-    """Returns an abstract state on the device, each stage's weights and its slots as `_whole` has them."""
-    state = jax.tree.map(lambda leaf, home: leaf.update(sharding=home), state, on_device(state))
+    """Returns an abstract state, each stage's weights and its slots as `_whole` has them."""
     weights, slots = map(_whole, split_stages(state["params"]), trains), map(_whole, slots_by_stage(state))
     counters = _sizes(counters_of(state))
     return state_of(list(weights), [{"all": each} for each in slots], counters, state["params"])
@@ -166,11 +179,18 @@ class _Program:
     """Stands for a compiled program."""
 
     def __init__(
-        self, tally: Callable[[], MemoryTally], name: str, needs: Breakdown, results: Tree, donate: tuple
+        self,
+        tally: Callable[[], MemoryTally],
+        name: str,
+        needs: Breakdown,
+        whole: Tree,
+        each: Tree,
+        donate: tuple,
     ):
-        """tally: returns the one of the rehearsal that is under way."""
+        """tally: returns the one of the rehearsal that is under way. whole, each: sizes of the results, those
+        of the state and gradients as `_whole` has them, and of all arrays."""
         self.tally, self.name, self.needs = tally, name, needs
-        self.results, self.donate = results, donate
+        self.whole, self.each, self.donate = whole, each, donate
 
     def __call__(self, *arguments) -> Tree:
         tally = self.tally()
@@ -181,8 +201,30 @@ class _Program:
             if isinstance(leaf, Array) and leaf.comes is not None and leaf.comes.used_by is None:
                 leaf.comes.used_by = tally.programs
         tally.moment(self.name, self.needs)
-        for index in self.donate:
-            for leaf in jax.tree.leaves(arguments[index]):
-                leaf.delete()
-        pairs = zip(self.results, RESULTS[scopes.program_of(self.name)], strict=True)
+        donated = [leaf for index in self.donate for leaf in jax.tree.leaves(arguments[index])]
+        if tally.memory:
+            return self._placed(tally, donated)
+        for leaf in donated:
+            leaf.delete()
+        pairs = zip(self.whole, RESULTS[scopes.program_of(self.name)], strict=True)
         return tuple(tally.arrays(result, kind, tally.programs) for result, kind in pairs)
+
+    def _placed(self, tally: MemoryTally, donated: list[Array]) -> Tree:
+        """Returns the results, which take over the places of what was donated, as far as sizes agree."""
+        places, new = collections.defaultdict(list), 0
+        for leaf in donated:
+            places[leaf.size].append(leaf.donate())
+
+        def array(size: Size, category: str) -> Array:
+            nonlocal new
+            over = places[size.on_device]
+            new += 0 if over else size.on_device
+            place = over.pop() if over else None
+            return Array(tally, size, size.sharding, category, tally.programs, place=place)
+
+        pairs = zip(self.each, RESULTS[scopes.program_of(self.name)], strict=True)
+        results = tuple(jax.tree.map(lambda size, kind=kind: array(size, kind), tree) for tree, kind in pairs)
+        tally.give(tally.take(self.needs.peak_device - new))  # the temporaries, all in one place
+        for place in itertools.chain(*places.values()):
+            tally.give(place)
+        return results

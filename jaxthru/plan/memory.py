@@ -62,9 +62,10 @@ def dispatched(
     notes += (
         f"each program {how}",
         "arrays are those of the step's own schedule; a copy counts on both ends until the host has waited "
-        "for it",
+        "for it; 'other' has the gaps that XLA's allocator leaves between arrays",
     )
-    return fullest(made.rehearsed(compiled_for(made, target, devices)).moments, notes)
+    found = made.rehearsed(compiled_for(made, target, devices), placed=True)
+    return fullest(found.moments, notes, found.extent)
 
 
 def confirm(
@@ -73,7 +74,7 @@ def confirm(
     """Returns a candidate, with the least offload that fits where that was left open, and its memory, if it
     fits as compiled; or by arithmetic, where nothing can be compiled."""
     config = candidate.config
-    room = choices.share_of(room, config)
+    room = choices.full(room, config, compiled=aot.available())
     if not aot.available():
         if config.offload.layered and asked.offload.level == "auto":  # more of it, as not all is to be filled
             known = segments or choices.documents(config).segments

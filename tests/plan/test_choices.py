@@ -202,7 +202,7 @@ def test_what_arithmetic_alone_finds_too_large_is_compiled_before_it_is_refused(
 def test_the_least_offload_is_that_of_the_compiled_programs(small, monkeypatch):
     config, data = small
     config = dataclasses.replace(config, remat=dataclasses.replace(config.remat, policy="full"))
-    monkeypatch.setattr(jaxthru.build.choices, "DISPATCHED", 1.0)
+    monkeypatch.setattr(jaxthru.build.choices, "FULL", 1.0)
     step = dataclasses.replace(config, offload=dataclasses.replace(config.offload, level="optimizer"))
     whole = estimate(plain(step))[0].peak_device
     # So narrow that one program does not fit, whatever XLA says of it.

@@ -503,6 +503,22 @@ def test_the_plan_of_a_layered_step_adds_up(offload, state):
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
+def test_arrays_in_places_have_the_bytes_that_are_counted_and_gaps(offload):
+    made = assembled(load("quickstart", *TINY, *OFFLOADS[offload], "optim.state=split_master"))
+    rehearsals = made.rehearsals(nothing)
+    counted, placed = rehearsals(made.offload), rehearsals(made.offload, placed=True)
+    assert counted.extent == 0 and counted.moved == placed.moved
+    most = memory.fullest(counted.moments).peak_device
+    assert memory.fullest(placed.moments).peak_device == most
+    plan = memory.fullest(placed.moments, extent=placed.extent)
+    assert plan.peak_device == placed.extent == sum(plan.device.values())
+    assert most < placed.extent < 1.5 * most
+    gaps = placed.extent - most
+    assert plan.device["other"] == memory.fullest(counted.moments).device["other"] + gaps
+    assert rehearsals(made.offload, placed=True).extent == placed.extent
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
 def test_a_step_copies_what_it_must_and_nothing_twice(offload, monkeypatch):
     """Over PCIe, both ways: what docs/memory.md says for a level."""
     settings = "precision.compute=bfloat16", "optim.state=split_master"
@@ -567,7 +583,7 @@ def test_what_is_planned_on_the_host_is_what_a_state_keeps_there(offload):
 
 def test_a_program_that_no_category_is_known_of_fails():
     with pytest.raises(KeyError, match="rewind"):
-        rehearsed._Program(rehearsed.MemoryTally, "rewind", memory_tally.NOTHING, ((),), ())()
+        rehearsed._Program(rehearsed.MemoryTally, "rewind", memory_tally.NOTHING, ((),), ((),), ())()
 
 
 def test_every_program_says_what_it_gives():
@@ -585,6 +601,24 @@ def test_a_copy_counts_on_both_ends_until_the_host_has_waited():
     assert last.host["staging"] == 0  # by then the step before is over
     count = sum(moment.name == "update_layer" for moment in moments)
     assert count == rehearsed.STEPS * config.model.layers
+
+
+@cuda
+@pytest.mark.slow(minutes=0.5)
+@pytest.mark.parametrize(
+    ("state", "hosted", "measured"),
+    [
+        ("split_master_float32", 11, 129.58),
+        # Once out of memory, of 134.2 GiB; twice, by another commit, at 133.4 and 133.8.
+        ("float32", 13, 134.2),
+    ],
+)
+def test_gaps_are_planned_as_an_h200_had_them(state, hosted, measured):
+    """All 32 layers of Llama 3 8B: by bytes alone 124.2 and 125.9 GiB, which is 4 to 7 % short."""
+    settings = ("offload.level=optimizer", f"offload.fraction={hosted / 34}", f"optim.state={state}")
+    config = load("llama3_8b_one_gpu", *settings, "remat.policy=projections", "model.loop=unroll")
+    plan = memory.dispatched(config, aot.TARGETS["h200"], segments=64)
+    assert plan.peak_device / GIB == pytest.approx(measured, rel=0.02)
 
 
 @cuda
