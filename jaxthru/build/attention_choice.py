@@ -2,25 +2,30 @@
 
 A program knows the most documents that a row may hold, but not how long they are. So the choice is made here,
 before the step is traced, from the corpus; training and evaluation share it, for they share the step's model.
+cuDNN's attention for packed rows needs a workspace that grows with the documents in a row. Where a step has
+room for that only by computing more again, or by moving more to the host and back, Triton's may be faster.
 """
 
-import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 
+from jaxthru.build.attention_shapes import shapes_of
 from jaxthru.build.checks import attention_by
+from jaxthru.build.defaults import replaced
+from jaxthru.build.memory_estimate import Room
+from jaxthru.build.proposals import candidates, least_seconds
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.host_pool import RunData
-from jaxthru.engine.model import AttentionShape, Model
+from jaxthru.engine.model import AttentionShape
 from jaxthru.models import family
-from jaxthru.models.ops import Ops
 from jaxthru.runtime.sharding import Layout
 from pallas_kernels import dispatch
 from pallas_kernels.attention import attention, automatic, find_segments, measured
 from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
-from pallas_kernels.rms_norm import PARTITIONED
+
+KEY = "kernels.attention"
 
 
 def mean_document(data: RunData) -> float | None:
@@ -35,29 +40,20 @@ def mean_document(data: RunData) -> float | None:
     return tokens / pieces if pieces else None
 
 
-def shapes_of(config: RunConfig, layout: Layout) -> tuple[int, list[AttentionShape]]:
-    """Returns the rows of a micro-batch that a device has, and each kind of attention of the model, of all
-    heads."""
-    rows = config.train.rows_at_once
-    ops = Ops(layout, jnp.dtype(config.precision.compute), rms_norm_by=PARTITIONED)
-    model = Model(family.chain(config.model), ops, "none", "unroll")
-    with dispatch.assumed("cpu"):  # which alters no shape, and no backend has to start
-        shapes = model.attention_shapes(rows, config.data.sequence)
-    return rows // layout.size("batch"), shapes
-
-
 def capability_of(layout: Layout) -> tuple[int, int] | None:
     """Returns the compute capability of a layout's devices, None where they are no NVIDIA GPUs."""
     on_gpu = layout.mesh.devices.flat[0].platform == "gpu"
     return nvidia_compute_capability() if on_gpu else None
 
 
-def of_run(config: RunConfig, layout: Layout, data: RunData) -> tuple[RunConfig, str]:
+def of_run(
+    config: RunConfig, layout: Layout, data: RunData, room: Room | None = None
+) -> tuple[RunConfig, str]:
     """Returns `by_table` of the data and of the devices of a layout."""
     capability = capability_of(layout)
     if capability is None or not _open(config, data.segments):
         return config, ""
-    return by_table(config, layout, data.segments, mean_document(data), capability)
+    return by_table(config, layout, data.segments, mean_document(data), capability, room)
 
 
 def by_table(
@@ -66,29 +62,57 @@ def by_table(
     segments: int,
     mean: float | None,
     capability: tuple[int, int] | None,
+    room: Room | None = None,
 ) -> tuple[RunConfig, str]:
     """Returns a configuration with the attention that was measured to be the fastest, and why; itself and
     nothing where one is asked for, or what is like it was not measured: then `attention.automatic` decides.
 
     segments: most documents in a row. mean: tokens of one; None is unknown. capability: the GPU's, None for
-    another device.
+    another device. room: for a step of which more is open; by arithmetic it may be too narrow for cuDNN's.
     """
     if capability is None or mean is None or not _open(config, segments):
         return config, ""
     rows, kinds = shapes_of(config, layout)
-    found = {}
-    for kind in kinds:
-        point = measured.nearest(kind.head_dim, config.data.sequence, mean, capability)
-        if kind.window is not None or point is None or point.fastest is None:  # no window was measured
-            return config, ""
-        if not _runs(point.fastest, kind, rows, config, layout, segments):
-            return config, ""
-        found[point.fastest] = point
-    if len(found) != 1:
+    points = [measured.nearest(kind.head_dim, config.data.sequence, mean, capability) for kind in kinds]
+    names = {point and point.fastest for point in points}
+    if len(names) != 1 or None in names or any(kind.window is not None for kind in kinds):
+        return config, ""  # no window was measured
+    (name,) = names
+
+    def runs(name: str) -> bool:
+        return all(_runs(name, kind, rows, config, layout, segments) for kind in kinds)
+
+    if not runs(name):
         return config, ""
-    ((name, point),) = found.items()
-    kernels = dataclasses.replace(config.kernels, attention=name)
-    return dataclasses.replace(config, kernels=kernels), point.said(config.data.sequence, mean)
+    fastest, why = replaced(config, {KEY: name}), points[-1].said(config.data.sequence, mean)
+    if name == "cudnn_packed" and room is not None and runs("triton"):
+        tokens, layers = config.train.rows * config.data.sequence, len(family.chain(config.model).layers)
+        longer = max(
+            point.seconds("triton", kind.heads, tokens) - point.seconds(name, kind.heads, tokens)
+            for kind, point in zip(kinds, points, strict=True)
+        )
+        other, longer = replaced(config, {KEY: "triton"}), longer * layers / layout.mesh.size
+        if instead := _no_room(fastest, other, longer, room, layout, segments):
+            return other, f"as {name}, the faster {why}, needs memory: {instead}"
+    return fastest, why
+
+
+def _no_room(
+    fastest: RunConfig, other: RunConfig, longer: float, room: Room, layout: Layout, segments: int
+) -> str:
+    """Returns how a step would have to make room for the workspace of the fastest attention, if by arithmetic
+    it is faster with another; else nothing. longer: seconds that the other takes longer in a step."""
+    of = {"devices": layout.mesh.size, "segments": segments}
+    first = next(candidates(fastest, room, **of), None)
+    if first and first.seconds <= least_seconds(fastest, layout.mesh.size):
+        return ""  # with all the memory in the world it would be no other
+    second = next(candidates(other, room, **of), None)
+    if second is None or second.near:
+        return ""
+    if first is None or first.near:
+        return "a step has no room for it"
+    slower = first.seconds / (second.seconds + longer) - 1
+    return f"a step with {first.said} would take {slower:.0%} longer" if slower > 0 else ""
 
 
 def _open(config: RunConfig, segments: int) -> bool:

@@ -184,8 +184,9 @@ def fit_here(
         return layout, None
     found = choices.documents(config, **run)
     capability = attention_choice.capability_of(layout)
-    config, _ = attention_choice.by_table(config, layout, found.segments, found.mean, capability)
-    search = Search(config, layout, choices.room_here(config), found.segments)
+    room = choices.room_here(config)
+    config, _ = attention_choice.by_table(config, layout, found.segments, found.mean, capability, room)
+    search = Search(config, layout, room, found.segments)
     next(iter(search))
     return layout, search
 
@@ -275,7 +276,8 @@ def _settled(
     """Returns a configuration with what is chosen without a compile, and the reasons by key."""
     before = config
     config, reasons = early_choices.of_run(config, layout)
-    config, reasons["kernels.attention"] = attention_choice.of_run(config, layout, data)
+    room = choices.room_here(config) if choices.open_keys(config) else None
+    config, reasons[attention_choice.KEY] = attention_choice.of_run(config, layout, data, room)
     for key, why in reasons.items():
         if why:
             log.info("%s = 'auto' is %r, %s", key, get(config, key), why)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from jaxthru.build.attention_choice import shapes_of
+from jaxthru.build.attention_shapes import shapes_of
 from jaxthru.build.checks import attention_by
 from jaxthru.build.step import Assembled
 from jaxthru.config import RunConfig

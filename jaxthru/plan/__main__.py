@@ -70,8 +70,8 @@ def _memory(arguments: argparse.Namespace) -> int:
     found = choices.Documents(arguments.segments, 1) if arguments.segments else choices.documents(config)
     segments = found.segments
     config, said = early_choices.for_devices(config, layout, target.name, target.capability)
-    how = found.mean, target.capability
-    config, said["kernels.attention"] = attention_choice.by_table(config, layout, segments, *how)
+    how = found.mean, target.capability, room if choices.open_keys(config) else None
+    config, said[attention_choice.KEY] = attention_choice.by_table(config, layout, segments, *how)
     taken = tuple(f"{key} = auto is {get(config, key)}, {why}" for key, why in said.items() if why)
     if arguments.best:
         _show(None, [*taken])

@@ -117,10 +117,11 @@ def _settled(
     asked, target, layout = config, aot.TARGETS[device], layout_of(config, devices)
     processes = -(-devices // per_host)
     config, _ = early_choices.for_devices(config, layout, target.name, target.capability, processes)
-    config, _ = attention_choice.by_table(config, layout, found.segments, found.mean, target.capability)
+    room = memory.room(config, target) if plain(config) != config else None
+    config, _ = attention_choice.by_table(config, layout, found.segments, found.mean, target.capability, room)
     notes: tuple[str, ...] = ()
-    if plain(config) != config:
-        tried = candidates(config, memory.room(config, target), devices=devices, segments=found.segments)
+    if room is not None:
+        tried = candidates(config, room, devices=devices, segments=found.segments)
         chosen = next((one.config for one in tried if not (one.near or one.config.offload.layered)), None)
         notes = ("nothing fits without offload, by arithmetic: see plan memory",) * (chosen is None)
         config = chosen or plain(config)

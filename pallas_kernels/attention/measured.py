@@ -14,6 +14,9 @@ TABLE_FILE = Path(__file__).with_name("attention_table.json")
 TABLE: dict[str, list[dict]] = json.loads(TABLE_FILE.read_text())
 """{compute capability, "9.0": the fields of each Point}"""
 
+TOKENS = 32_768
+"""That each point was measured with, in rows as long as its own."""
+
 NEAR = 2.0
 """How many times as long or as short rows, and documents, may be as those of the point that stands for them.
 Points are measured four times apart."""
@@ -22,14 +25,19 @@ Points are measured four times apart."""
 @dataclasses.dataclass(frozen=True)
 class Point:
     """What was measured at one place, forward and backward. documents: the mean tokens of one. milliseconds:
-    of each implementation, the median of its rounds. fastest: its name, None where none is by more than
-    equal rounds differ."""
+    of each implementation, the median of its rounds, with so many `heads` of queries. fastest: its name, None
+    where none is by more than equal rounds differ."""
 
     head_dim: int
     sequence: int
     documents: float
     milliseconds: Mapping[str, float]
     fastest: str | None
+    heads: int
+
+    def seconds(self, name: str, heads: int, tokens: int) -> float:
+        """Returns how long an implementation takes with so many heads of queries and tokens."""
+        return self.milliseconds[name] / 1e3 * heads / self.heads * tokens / TOKENS
 
     def distance(self, sequence: int, documents: float) -> float:
         """Returns how many times as long or short the rows or documents are, whichever is the further off,

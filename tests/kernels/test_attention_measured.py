@@ -11,7 +11,7 @@ HOPPER = (9, 0)
 
 def point(head_dim: int, sequence: int, documents: float, fastest: str | None) -> dict:
     milliseconds = {"cudnn_packed": 3.16, "triton": 1.74}
-    return dataclasses.asdict(measured.Point(head_dim, sequence, documents, milliseconds, fastest))
+    return dataclasses.asdict(measured.Point(head_dim, sequence, documents, milliseconds, fastest, 32))
 
 
 TABLE = {

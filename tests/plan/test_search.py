@@ -65,7 +65,8 @@ def test_what_takes_more_offload_as_compiled_is_set_against_the_next(as_compiled
         tried.append(name)
         seconds = as_compiled[name]
         # As long as so many bytes take over PCIe, where products hide HIDDEN of their own time.
-        moved = seconds and round((seconds - candidate.matmuls * (1 - HIDDEN)) * PCIE)
+        hidden = HIDDEN[config.optim.clip_rule] * candidate.matmuls
+        moved = seconds and round((seconds - candidate.matmuls + hidden) * PCIE)
         return seconds and (dataclasses.replace(candidate, moved=moved), name)
 
     found = fastest(proposed.values(), confirm)

@@ -39,7 +39,7 @@ from jaxthru.runtime.errors import InputError, require
 from pallas_kernels import dispatch
 from pallas_kernels.attention import CUDNN_WORKSPACE, cudnn_packed, find_segments, measured
 
-TOKENS = 32_768
+TOKENS = measured.TOKENS
 MEANS = (128, 512, 2048, 8192, None)
 """Mean tokens of a document; None is one document a row."""
 HEADS = ((32, 8), (16, 4), (8, 2))
@@ -205,7 +205,9 @@ def entries(record: dict) -> dict[str, list[dict]]:
     alone ran, or where the two do not agree."""
     rows = [
         dataclasses.asdict(
-            measured.Point(*row["point"][:2], row["documents"], row["milliseconds"], fastest(row))
+            measured.Point(
+                *row["point"][:2], row["documents"], row["milliseconds"], fastest(row), row["heads"][0]
+            )
         )
         for row in record["results"]
         if len(row["milliseconds"]) > 1 and not wrong(row)
