@@ -25,6 +25,7 @@ def table(bench, monkeypatch):
 def row(head_dim, sequence, documents, milliseconds, mean=None, spread=0.01, difference=1e-3):
     return {
         "point": [head_dim, sequence, mean],
+        "heads": [32, 8],
         "documents": documents,
         "milliseconds": milliseconds,
         "spread": dict.fromkeys(milliseconds, spread),

@@ -44,7 +44,7 @@ def test_models_in_bfloat16_have_split_masters_under_adamw(name):
         ("llama3_2_1b", ["precision.compute=float32"], HOPPER, "precision.compute = 'float32'"),
         ("llama3_2_1b", ["optim.name=muon"], HOPPER, "optim.name = 'muon'"),
         ("llama3_2_1b", ["lora.rank=8"], HOPPER, "with adapters"),
-        ("llama3_2_1b", ["precision.matmul=fp8"], HOPPER, "at equal numbers with precision.matmul = 'fp8'"),
+        ("olmoe_1b_7b", ["precision.matmul=fp8_experts"], HOPPER, "precision.matmul = 'fp8_experts'"),
     ],
 )
 def test_what_was_not_found_faster_stays_float32(name, settings, capability, unlike):
@@ -64,10 +64,10 @@ def test_the_default_is_open_and_on_a_cpu_float32():
     assert choices.resolve(config).optim.state == plain(config).optim.state == "float32"
 
 
-def test_float8_that_auto_takes_keeps_float32():
+def test_float8_that_auto_takes_has_split_masters_too():
     config = load("llama3_8b_8layer", "precision.matmul=auto")
     config, _ = early_choices.for_devices(config, layout_of(config, 1), "NVIDIA H200", HOPPER)
-    assert (config.precision.matmul, config.optim.state) == ("fp8", "float32")
+    assert (config.precision.matmul, config.optim.state) == ("fp8", "split_master_float32")
 
 
 def test_a_name_that_is_none_is_refused_in_one_line(tmp_path):
