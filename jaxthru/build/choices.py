@@ -196,10 +196,9 @@ def _alike(config: RunConfig, run: RunConfig, chosen: set[str]) -> bool:
     return all(ours.get(key) == theirs.get(key) for key in keys)
 
 
-FULL, PLACED, BY_BYTES = 0.97, 0.98, 0.94
-"""Share of a device's memory that a plan may fill: of a step that is one program; of one that is several,
-whose arrays come and go, with the gaps between them; and of the latter where nothing could be compiled and
-no gaps are known."""
+FULL, BY_BYTES = 0.97, 0.94
+"""Share of a device's memory that a plan may fill: as compiled, of a step of several programs with the gaps
+between its arrays; and of such a step by bytes alone, where nothing could be compiled."""
 
 
 def room_here(config: RunConfig) -> Room:
@@ -214,8 +213,7 @@ def room_here(config: RunConfig) -> Room:
 def full(room: Room, config: RunConfig, compiled: bool = True) -> Room:
     """Returns the room that a plan of this configuration may fill, and beyond which it does not fit.
     compiled: or by arithmetic alone."""
-    several = PLACED if compiled else BY_BYTES
-    share = several if config.offload.layered else FULL
+    share = BY_BYTES if config.offload.layered and not compiled else FULL
     return dataclasses.replace(room, device=round(share * room.device))
 
 

@@ -47,7 +47,7 @@ BY_PROGRAMS = 1.01
 HIDDEN = {"exact": 0.42, "previous": 0.9}
 """Share of the matmuls' time that copies can hide behind, by optim.clip_rule. With exact clipping the state
 comes and goes in the forward pass: 12 and 32 layers of Llama 3 8B with a part of the optimizer's state on an
-H200's host took 0, 0.03 and 0.25 of the matmuls' time longer where copies took 0.37, 0.46 and 0.65 of it."""
+H200's host took 0, 0.03 and 0.30 of the matmuls' time longer where copies took 0.37, 0.46 and 0.74 of it."""
 UNROLLED_MOST = 64
 """Most layers that are compiled one by one: 36 take 40 s."""
 FREE = 0.1
