@@ -26,6 +26,8 @@ from pallas_kernels.attention import attention, automatic, find_segments, measur
 from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
 
 KEY = "kernels.attention"
+NOTABLE = 0.01
+"""By how much longer a step has to be by arithmetic for another attention than the fastest to be taken."""
 
 
 def mean_document(data: RunData) -> float | None:
@@ -79,8 +81,8 @@ def by_table(
         return config, ""  # no window was measured
     (name,) = names
 
-    def runs(name: str) -> bool:
-        return all(_runs(name, kind, rows, config, layout, segments) for kind in kinds)
+    def runs(one: str) -> bool:
+        return all(_runs(one, kind, rows, config, layout, segments) for kind in kinds)
 
     if not runs(name):
         return config, ""
@@ -93,7 +95,7 @@ def by_table(
         )
         other, longer = replaced(config, {KEY: "triton"}), longer * layers / layout.mesh.size
         if instead := _no_room(fastest, other, longer, room, layout, segments):
-            return other, f"as {name}, the faster {why}, needs memory: {instead}"
+            return other, f"as {name}, the faster one {why}, needs a workspace: {instead}"
     return fastest, why
 
 
@@ -110,9 +112,9 @@ def _no_room(
     if second is None or second.near:
         return ""
     if first is None or first.near:
-        return "a step has no room for it"
+        return "there is no room for it"
     slower = first.seconds / (second.seconds + longer) - 1
-    return f"a step with {first.said} would take {slower:.0%} longer" if slower > 0 else ""
+    return f"a step with {first.said} would take {slower:.0%} longer" if slower > NOTABLE else ""
 
 
 def _open(config: RunConfig, segments: int) -> bool:

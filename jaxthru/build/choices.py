@@ -197,8 +197,8 @@ def _alike(config: RunConfig, run: RunConfig, chosen: set[str]) -> bool:
 
 
 FULL, BY_BYTES = 0.97, 0.94
-"""Share of a device's memory that a plan may fill: as compiled, of a step of several programs with the gaps
-between its arrays; and of such a step by bytes alone, where nothing could be compiled."""
+"""Share of a device's memory that a plan may fill, that of a step of several programs with the gaps between
+its arrays; and of such a step by bytes alone, where nothing could be compiled."""
 
 
 def room_here(config: RunConfig) -> Room:
@@ -210,11 +210,10 @@ def room_here(config: RunConfig) -> Room:
     return Room(*sizes)
 
 
-def full(room: Room, config: RunConfig, compiled: bool = True) -> Room:
-    """Returns the room that a plan of this configuration may fill, and beyond which it does not fit.
-    compiled: or by arithmetic alone."""
-    share = BY_BYTES if config.offload.layered and not compiled else FULL
-    return dataclasses.replace(room, device=round(share * room.device))
+def full(room: Room, by_bytes: bool = False) -> Room:
+    """Returns the room that a plan may fill, and beyond which it does not fit. by_bytes: without the gaps
+    between the arrays of a step of several programs."""
+    return dataclasses.replace(room, device=round((BY_BYTES if by_bytes else FULL) * room.device))
 
 
 def proposed(config: RunConfig, layout: Layout, room: Room | None, segments: int) -> Iterator[Candidate]:

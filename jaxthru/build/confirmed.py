@@ -106,7 +106,7 @@ def compile_candidate(
     config = candidate.config
     if room is None:
         return Confirmed(candidate, made, made.compile(options), "")
-    room = choices.full(room, config)
+    room = choices.full(room)
     if config.offload.layered:
         analyse = lambda traced: traced.lower().compile(compiler_options=options).memory_analysis()  # noqa: E731
         found = Programs(made, analyse).fitted(config, asked.offload.level, room)
@@ -145,13 +145,13 @@ class Programs:
         """Returns a configuration with the least offload that fits as compiled, if any does, what it needs,
         and the bytes that it moves. level: as it was asked for; another than `auto` stays as it is."""
         if level != "auto":
-            plan, moved = self._planned(config.offload, placed=True)
+            plan, moved = self._planned(config.offload, room.device)
             return (config, plan, moved) if room.holds(plan) else None
         return with_least_offload(config, room, self._planned)
 
-    def _planned(self, offload: OffloadConfig, placed: bool = False) -> tuple[MemoryPlan, int]:
-        found = self._rehearsed(offload, placed)
-        return fullest(found.moments, ("as compiled",), found.extent), found.moved
+    def _planned(self, offload: OffloadConfig, memory: int = 0) -> tuple[MemoryPlan, int]:
+        found = self._rehearsed(offload, memory)
+        return fullest(found.moments, ("as compiled",), found.needs), found.moved
 
     def _needs(self, name: str, traced: jax.stages.Traced) -> Breakdown:
         kind, device = program_of(name), dict.fromkeys(CATEGORIES, 0)

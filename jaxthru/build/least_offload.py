@@ -60,27 +60,30 @@ class Proposal:
 class Planned(Protocol):
     """What a step with some offload needs, and the bytes that it moves."""
 
-    def __call__(self, offload: OffloadConfig, placed: bool = False) -> tuple[MemoryPlan, int]:
-        """placed: with the gaps between arrays, where they are known; slower."""
+    def __call__(self, offload: OffloadConfig, memory: int = 0) -> tuple[MemoryPlan, int]:
+        """memory: bytes of the device's, for the gaps that arrays then leave to count; slower."""
 
 
-def least(config: RunConfig, level: str, room: Room, planned: Planned) -> Proposal | None:
-    """Returns a level with the least fraction that fits, if any does."""
+def least(
+    config: RunConfig, level: str, room: Room, planned: Planned, below: float = math.inf
+) -> Proposal | None:
+    """Returns a level with the least fraction that fits and moves less than `below` bytes, if any does."""
 
-    # Embedding and head are stages too. The more of them are on the host, the less is on the device.
+    # Embedding and head are stages too. The more of them are on the host, the fewer bytes are on the device;
+    # with the gaps between them it now and then is the other way round.
     stages = len(family.chain(config.model).layers) + 2
     most = 0 if level == "none" else stages
 
     @functools.cache
-    def at(hosted: int, placed: bool = False) -> tuple[MemoryPlan, int]:
+    def at(hosted: int, memory: int = 0) -> tuple[MemoryPlan, int]:
         tried = dataclasses.replace(config.offload, level=level, fraction=hosted / stages or 1.0)
-        return planned(tried, placed)
+        return planned(tried, memory)
 
     if at(most)[0].peak_device > room.device:
         return None  # not even with all of them
     first = _first_that_fits(most, room, lambda hosted: at(hosted)[0])
-    while first is not None:
-        plan, moved = at(first, placed=True)
+    while first is not None and at(first)[1] < below:
+        plan, moved = at(first, room.device)
         if room.holds(plan):
             return Proposal(level, config.optim.state, first / stages, plan, moved)
         if plan.peak_host > room.host or first == most:
@@ -121,13 +124,10 @@ def _first_that_fits(count: int, room: Room, plan: Callable[[int], MemoryPlan]) 
 
 def cheapest(config: RunConfig, levels: Sequence[str], room: Room, planned: Planned) -> Proposal | None:
     """Returns of several levels the one that fits and moves the least."""
-    fitting: list[Proposal] = []
+    best = None
     for level in levels:
-        if proposal := least(config, level, room, planned):
-            fitting.append(proposal)
-            if not proposal.moved:
-                break  # none moves less
-    return min(fitting, key=lambda proposal: proposal.moved, default=None)
+        best = least(config, level, room, planned, best.moved if best else math.inf) or best
+    return best
 
 
 def with_least_offload(
@@ -147,7 +147,7 @@ def by_arithmetic(
 ) -> Planned:
     """Returns `estimate` as a function of the offload."""
 
-    def planned(offload: OffloadConfig, placed: bool = False) -> tuple[MemoryPlan, int]:
+    def planned(offload: OffloadConfig, memory: int = 0) -> tuple[MemoryPlan, int]:
         tried = dataclasses.replace(config, offload=offload)
         return estimate(tried, resident=resident, devices=devices, segments=segments)
 

@@ -253,9 +253,9 @@ def _resident(made: Assembled, sizes: Sizes, compiled: MemoryPlan | None) -> Mem
     )
 
 
-def fullest(moments: Iterable[Moment], notes: tuple[str, ...] = (), extent: int = 0) -> MemoryPlan:
-    """Returns the memory of a step of several programs: that of the moment which needs the most. extent: of
-    the device's memory with the gaps between arrays, which are `other`; 0 where they are not known."""
+def fullest(moments: Iterable[Moment], notes: tuple[str, ...] = (), needs: int = 0) -> MemoryPlan:
+    """Returns the memory of a step of several programs: that of the moment which needs the most. needs: of a
+    rehearsal, with the gaps between arrays, which are `other`; 0 where they are not known."""
 
     def total(moment: Moment) -> int:
         return moment.program.peak_device + sum(moment.beside.values())
@@ -265,6 +265,6 @@ def fullest(moments: Iterable[Moment], notes: tuple[str, ...] = (), extent: int 
     host = max(moments, key=lambda moment: moment.program.peak_host + sum(moment.host.values()))
     device = {name: most.program.device[name] + most.beside.get(name, 0) for name in CATEGORIES}
     on_host = {name: host.program.host[name] + host.host.get(name, 0) for name in CATEGORIES}
-    device["other"] += max(extent - sum(device.values()), 0)
+    device["other"] += max(needs - sum(device.values()), 0)
     notes += (f"the peak is in {most.name}",)
     return MemoryPlan(device, on_host, sum(device.values()), sum(on_host.values()), notes)

@@ -5,6 +5,7 @@ and now and then over by more.
 """
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -44,10 +45,10 @@ SCANNED = {"none": 1.12, "projections": 1.06, "gate": 1.05, "attention": 1.02, "
 stacks (two Llamas in bfloat16 on an H200, docs/lab/kernels.md)."""
 BY_PROGRAMS = 1.01
 """The same of a step of several programs."""
-HIDDEN = {"exact": 0.42, "previous": 0.9}
-"""Share of the matmuls' time that copies can hide behind, by optim.clip_rule. With exact clipping the state
-comes and goes in the forward pass: 12 and 32 layers of Llama 3 8B with a part of the optimizer's state on an
-H200's host took 0, 0.03 and 0.30 of the matmuls' time longer where copies took 0.37, 0.46 and 0.74 of it."""
+HIDDEN, HIDDEN_FORWARD = 0.9, 0.42
+"""Share of the matmuls' time that copies can hide behind, and those of the optimizer's state with exact
+clipping, which come and go in the forward pass: 12 and 32 layers of Llama 3 8B took 0, 0.03 and 0.30 of the
+matmuls' time longer on an H200 where copies took 0.37, 0.46 and 0.74 of it. Other levels were not timed."""
 UNROLLED_MOST = 64
 """Most layers that are compiled one by one: 36 take 40 s."""
 FREE = 0.1
@@ -72,8 +73,10 @@ class Candidate:
     @property
     def seconds(self) -> float:
         """Of a step's matmuls and of the copies that they do not hide, to compare candidates by."""
-        hidden = HIDDEN[self.config.optim.clip_rule] * self.matmuls
-        return self.matmuls + max(0.0, self.moved / PCIE - hidden)
+        offload, exact = self.config.offload, self.config.optim.clip_rule == "exact"
+        forward = exact and (offload.level, offload.activations) == ("optimizer", "none")
+        hidden = HIDDEN_FORWARD if forward else HIDDEN
+        return self.matmuls + max(0.0, self.moved / PCIE - hidden * self.matmuls)
 
     @property
     def said(self) -> str:
@@ -227,8 +230,10 @@ def _layered(config: RunConfig) -> Iterator[RunConfig]:
         yield replaced(config, settings | ({"offload.level": LEVELS[-1]} if level == "auto" else {}))
 
 
+@functools.lru_cache(maxsize=256)
 def _seconds(config: RunConfig, devices: int, gpu: bool) -> float:
-    """Returns how long a step's matmuls take on devices like an H200. gpu: where loops cost time."""
+    """Returns how long a step's matmuls take on devices like an H200. gpu: where loops cost time. Remembered:
+    a start asks several times, and adapters are traced for it."""
     tokens = config.train.rows * config.data.sequence
     needed = needed_flops(config)(tokens, tokens * config.data.sequence)
     layers = family.chain(config.model).layers

@@ -73,9 +73,9 @@ class Assembled:
         layout = self.step.model.ops.layout
         return Rehearsals(self.dispatched, self.abstract, self.in_stages.batch, layout, analysis)
 
-    def rehearsed(self, analysis: Analysis, placed: bool = False) -> Rehearsal:
-        """Returns what dispatched steps need. placed: see `Rehearsals`."""
-        return self.rehearsals(analysis)(self.offload, placed)
+    def rehearsed(self, analysis: Analysis, memory: int = 0) -> Rehearsal:
+        """Returns what dispatched steps need. memory: see `Rehearsals`."""
+        return self.rehearsals(analysis)(self.offload, memory)
 
     def compile(self, options: dict[str, Any]) -> CompiledStep | DispatchedStep:
         """Returns the step, compiled for the devices of its layout."""

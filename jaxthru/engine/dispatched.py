@@ -173,7 +173,7 @@ class DispatchedStep:
 
     def at_home(self, config: OffloadConfig, abstract: State) -> "DispatchedStep":
         """Returns the step for a state that lives elsewhere, by the same programs. Its leaves need not be
-        those of the programs': a rehearsal has but two a stage."""
+        those of the programs': a rehearsal may have but two a stage."""
         fixed, ours = ((each.activations, each.staging_gib) for each in (config, self.config))
         assert fixed == ours, "these are its programs' own"
         other = copy.copy(self)

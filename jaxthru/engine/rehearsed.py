@@ -32,7 +32,7 @@ from jaxthru.runtime.sharding import Layout
 
 Tree = Any
 STEPS = 2  # the second begins while the last copies of the first are under way
-PLACED_STEPS = 8  # by when gaps hardly grow any more
+PLACED_STEPS = 16  # by when gaps have grown to within 0.5 % of what they ever do
 
 RESULTS: dict[str, tuple[str, ...]] = {
     scopes.BEGIN: ("other", "other", "other"),
@@ -66,12 +66,12 @@ Analysis = Callable[[str, jax.stages.Traced], Breakdown]
 
 class Rehearsal(NamedTuple):
     """moments: each program while it runs, and each start of copies. moved: bytes that a step copies
-    between a device and its host, both ways. extent: bytes of device memory with the gaps between arrays; 0
-    where arrays got no places."""
+    between a device and its host, both ways. needs: bytes of device memory with the gaps between arrays, see
+    `BestFit`; 0 where arrays got no places."""
 
     moments: list[Moment]
     moved: int
-    extent: int
+    needs: int
 
 
 class Rehearsals:
@@ -100,21 +100,21 @@ class Rehearsals:
         self._whole = _by_stage(state, trains), [WHOLE] * len(trains)
         self._each, self._batch = (_sizes(state), trains), _sizes(batch)
 
-    def __call__(self, offload: OffloadConfig, placed: bool = False) -> Rehearsal:
-        """Returns what steps need with this offload, dispatched one after the other. placed: with each array
-        in its place, some twenty times as slow."""
-        tally = self._tally = MemoryTally(BestFit() if placed else None)
-        state, trains = self._each if placed else self._whole
+    def __call__(self, offload: OffloadConfig, memory: int = 0) -> Rehearsal:
+        """Returns what steps need with this offload, dispatched one after the other. memory: bytes of a
+        device's, in which each array then gets a place: some twenty times as slow."""
+        tally = self._tally = MemoryTally(BestFit(memory) if memory else None)
+        state, trains = self._each if memory else self._whole
         state, moved = offloaded_state(state, offload), []
         step = self._step.at_home(offload, state)
         step.trains = trains
         kinds = {"params": "parameters", "opt_state": "optimizer"}
         arrays = {name: tally.arrays(tree, kinds.get(name, "other")) for name, tree in state.items()}
-        for _ in range(PLACED_STEPS if placed else STEPS):
+        for _ in range(PLACED_STEPS if memory else STEPS):
             arrays, _ = step(arrays, tally.arrays(self._batch, "other"))
             moved.append(tally.moved)
         step.settled(arrays)  # before a checkpoint and an evaluation; nothing else paces the stores
-        return Rehearsal(tally.moments, moved[-1] - moved[-2], tally.memory.extent if placed else 0)
+        return Rehearsal(tally.moments, moved[-1] - moved[-2], tally.memory.needs if memory else 0)
 
 
 def _with_shardings(results: Tree, layout: Layout) -> Tree:
@@ -210,7 +210,8 @@ class _Program:
         return tuple(tally.arrays(result, kind, tally.programs) for result, kind in pairs)
 
     def _placed(self, tally: MemoryTally, donated: list[Array]) -> Tree:
-        """Returns the results, which take over the places of what was donated, as far as sizes agree."""
+        """Returns the results, which take over the places of what was donated, in order, as far as sizes
+        agree."""
         places, new = collections.defaultdict(list), 0
         for leaf in donated:
             places[leaf.size].append(leaf.donate())
@@ -219,7 +220,7 @@ class _Program:
             nonlocal new
             over = places[size.on_device]
             new += 0 if over else size.on_device
-            place = over.pop() if over else None
+            place = over.pop(0) if over else None
             return Array(tally, size, size.sharding, category, tally.programs, place=place)
 
         pairs = zip(self.each, RESULTS[scopes.program_of(self.name)], strict=True)

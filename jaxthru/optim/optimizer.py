@@ -47,8 +47,8 @@ class OptimConfig:
         early in training, `previous` costs loss.
     state: number formats of the weights, their masters and the moments, by a name in optim/formats.py;
         docs/memory.md says what they cost. `auto` takes `split_master_float32` on NVIDIA GPUs in bfloat16
-        under AdamW, where steps are faster by it, and else `float32` (build/state_choice.py): both keep every
-        bit of the masters and the moments. A run keeps what was taken, wherever it goes on.
+        and FP8 under AdamW, where steps are faster by it, and else `float32` (build/state_choice.py): both
+        keep every bit of the masters and the moments. A run keeps what was taken, wherever it goes on.
     """
 
     name: Literal["adamw", "muon"] = "adamw"

@@ -90,7 +90,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     _show(memory.table(plan), [*room.said, *plan.notes])
     proposals = propose(config, room, resident=resident, devices=devices, segments=segments)
     _show(*memory.proposed(proposals))
-    short = choices.full(room, config, aot.available()).shortfall(plan)
+    short = choices.full(room, config.offload.layered and not aot.available()).shortfall(plan)
     fits = f"fits: {gib(plan.peak_device)} of {gib(room.device)} GiB"
     if plan.peak_host:
         fits += f", on the host {gib(plan.peak_host)} of {gib(room.host)}"

@@ -64,8 +64,9 @@ def dispatched(
         "arrays are those of the step's own schedule; a copy counts on both ends until the host has waited "
         "for it; 'other' has the gaps that XLA's allocator leaves between arrays",
     )
-    found = made.rehearsed(compiled_for(made, target, devices), placed=True)
-    return fullest(found.moments, notes, found.extent)
+    memory = choices.full(room(config, target)).device
+    found = made.rehearsed(compiled_for(made, target, devices), memory)
+    return fullest(found.moments, notes, found.needs)
 
 
 def confirm(
@@ -74,7 +75,7 @@ def confirm(
     """Returns a candidate, with the least offload that fits where that was left open, and its memory, if it
     fits as compiled; or by arithmetic, where nothing can be compiled."""
     config = candidate.config
-    room = choices.full(room, config, compiled=aot.available())
+    room = choices.full(room, by_bytes=config.offload.layered and not aot.available())
     if not aot.available():
         if config.offload.layered and asked.offload.level == "auto":  # more of it, as not all is to be filled
             known = segments or choices.documents(config).segments

@@ -8,7 +8,7 @@ from runs import ROOT
 from jaxthru import config as configuration
 from jaxthru.build import least_offload
 from jaxthru.build.confirmed import fastest
-from jaxthru.build.memory_estimate import Room
+from jaxthru.build.memory_estimate import MemoryPlan, Room
 from jaxthru.build.proposals import HIDDEN, PCIE, Candidate, candidates
 from jaxthru.build.refusal import nothing_fits
 
@@ -65,8 +65,7 @@ def test_what_takes_more_offload_as_compiled_is_set_against_the_next(as_compiled
         tried.append(name)
         seconds = as_compiled[name]
         # As long as so many bytes take over PCIe, where products hide HIDDEN of their own time.
-        hidden = HIDDEN[config.optim.clip_rule] * candidate.matmuls
-        moved = seconds and round((seconds - candidate.matmuls + hidden) * PCIE)
+        moved = seconds and round((seconds - candidate.matmuls * (1 - HIDDEN)) * PCIE)
         return seconds and (dataclasses.replace(candidate, moved=moved), name)
 
     found = fastest(proposed.values(), confirm)
@@ -85,6 +84,47 @@ def test_the_search_chooses_what_it_chose(bench, commit, number):
     hosted = round(offload.fraction * parts) if offload.layered else 0
     said = found.config.remat.policy, offload.level, hosted, found.plan.peak_device, found.plan.peak_host
     assert said == CHOSEN[commit, number]
+
+
+class Gaps:
+    """A step of 10 stages of 10 GiB, of which those on the host take none of the device; by bytes, and with
+    the gaps that `gaps` says of so many on the host, in GiB. asked: of each rehearsal, how many are there."""
+
+    def __init__(self, gaps, host: int = 0):
+        self.gaps, self.host, self.asked = gaps, host, []
+
+    def __call__(self, offload, memory: int = 0):
+        hosted = round(offload.fraction * 10)
+        self.asked += [hosted] * bool(memory)
+        peak = 100 - 10 * hosted + (self.gaps(hosted) if memory else 0)
+        return MemoryPlan({}, {}, peak * GIB, self.host * hosted * GIB, ()), hosted
+
+
+@pytest.mark.parametrize(
+    ("gaps", "host", "found", "asked"),
+    [
+        (lambda hosted: 0, 0, 5, [5]),
+        (lambda hosted: 4, 0, 5, [5]),
+        (lambda hosted: 6, 0, 6, [5, 6]),
+        (lambda hosted: 27, 0, 8, [5, 7, 8]),  # 22 GiB too much are two stages at least
+        (lambda hosted: 16 if hosted < 7 else 0, 0, 7, [5, 6, 7]),
+        (lambda hosted: 60, 0, None, [5, 10]),  # not even with all of them
+        (lambda hosted: 16, 1, None, [5, 6, 7]),  # of which the host holds six
+    ],
+)
+def test_gaps_put_more_on_the_host(gaps, host, found, asked):
+    config = configuration.load(ROOT / "configs" / "quickstart.py", ["model.layers=8"])
+    planned = Gaps(gaps, host)
+    proposal = least_offload.least(config, "optimizer", Room(54 * GIB, 6 * GIB), planned)
+    assert (proposal and round(10 * proposal.fraction), planned.asked) == (found, asked)
+
+
+def test_a_level_that_moves_more_is_not_looked_at_closely():
+    config = configuration.load(ROOT / "configs" / "quickstart.py", ["model.layers=8"])
+    planned = Gaps(lambda hosted: 6)
+    found = least_offload.cheapest(config, least_offload.LEVELS[1:], Room(54 * GIB, GIB), planned)
+    assert (found.level, found.moved) == ("optimizer", 6)
+    assert planned.asked == [5, 6, 5, 5], "with 6 on the host they move no less"
 
 
 def test_what_is_far_too_large_is_refused_without_a_search(bench, monkeypatch):
