@@ -127,6 +127,8 @@ def cheapest(config: RunConfig, levels: Sequence[str], room: Room, planned: Plan
     best = None
     for level in levels:
         best = least(config, level, room, planned, best.moved if best else math.inf) or best
+        if best and not best.moved:
+            break  # none moves less
     return best
 
 
