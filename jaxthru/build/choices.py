@@ -196,9 +196,9 @@ def _alike(config: RunConfig, run: RunConfig, chosen: set[str]) -> bool:
     return all(ours.get(key) == theirs.get(key) for key in keys)
 
 
-FULL, BY_BYTES = 0.97, 0.94
+FULL = 0.97
 """Share of a device's memory that a plan may fill, that of a step of several programs with the gaps between
-its arrays; and of such a step by bytes alone, where nothing could be compiled."""
+its arrays."""
 
 
 def room_here(config: RunConfig) -> Room:
@@ -210,10 +210,9 @@ def room_here(config: RunConfig) -> Room:
     return Room(*sizes)
 
 
-def full(room: Room, by_bytes: bool = False) -> Room:
-    """Returns the room that a plan may fill, and beyond which it does not fit. by_bytes: without the gaps
-    between the arrays of a step of several programs."""
-    return dataclasses.replace(room, device=round((BY_BYTES if by_bytes else FULL) * room.device))
+def full(room: Room) -> Room:
+    """Returns the room that a plan may fill, and beyond which it does not fit."""
+    return dataclasses.replace(room, device=round(FULL * room.device))
 
 
 def proposed(config: RunConfig, layout: Layout, room: Room | None, segments: int) -> Iterator[Candidate]:

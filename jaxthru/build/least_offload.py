@@ -145,13 +145,19 @@ def with_least_offload(
 
 
 def by_arithmetic(
-    config: RunConfig, devices: int, segments: int, resident: MemoryPlan | None = None
+    config: RunConfig,
+    devices: int,
+    segments: int,
+    resident: MemoryPlan | None = None,
+    placed: bool = False,
 ) -> Planned:
-    """Returns `estimate` as a function of the offload."""
+    """Returns `estimate` as a function of the offload. placed: with gaps between arrays where they are to
+    count, and not by bytes alone, which is to propose what is compiled."""
 
     def planned(offload: OffloadConfig, memory: int = 0) -> tuple[MemoryPlan, int]:
         tried = dataclasses.replace(config, offload=offload)
-        return estimate(tried, resident=resident, devices=devices, segments=segments)
+        of = {"devices": devices, "segments": segments, "memory": memory * placed}
+        return estimate(tried, resident=resident, **of)
 
     return planned
 

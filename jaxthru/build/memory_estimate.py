@@ -101,22 +101,28 @@ def gib(size: float) -> str:
 
 
 def estimate(
-    config: RunConfig, *, resident: MemoryPlan | None = None, devices: int = 1, segments: int = 1
+    config: RunConfig,
+    *,
+    resident: MemoryPlan | None = None,
+    devices: int = 1,
+    segments: int = 1,
+    memory: int = 0,
 ) -> tuple[MemoryPlan, int]:
     """Returns the memory that a configuration needs, and the bytes that a device moves over PCIe a step.
 
     resident: of the configuration's own step without offload, compiled; its transients are taken for level
-    `none`. segments: most documents in a row, by which cuDNN's attention sizes its workspace.
+    `none`. segments: most documents in a row, by which cuDNN's attention sizes its workspace. memory: of a
+    device, as of `Rehearsals`; 0 leaves gaps between arrays out.
     """
     config = plain(config)
     if not config.offload.layered:
         made, workspace = _assembled(config, devices, segments)
         return _resident(made, Sizes.of(made, workspace, _stacked(config, devices, segments)), resident), 0
-    return _rehearsed(config, devices, segments)
+    return _rehearsed(config, devices, segments, memory)
 
 
 @functools.lru_cache(maxsize=256)
-def _rehearsed(config: RunConfig, devices: int, segments: int) -> tuple[MemoryPlan, int]:
+def _rehearsed(config: RunConfig, devices: int, segments: int, memory: int) -> tuple[MemoryPlan, int]:
     """Returns `estimate` of a step of several programs. Remembered: a search asks for the same
     fractions again when it looks at another room, or at all formats after its own."""
     # The host runs layer after layer, see `checks.validate`.
@@ -128,8 +134,9 @@ def _rehearsed(config: RunConfig, devices: int, segments: int) -> tuple[MemoryPl
         offload=dataclasses.replace(config.offload, level="parameters", fraction=1.0),
     )
     with dispatch.assumed("cpu"):
-        found = _rehearsals(base, devices, segments)(config.offload)
-    return fullest(found.moments, ("of the dispatched step: estimated, not compiled",)), found.moved
+        found = _rehearsals(base, devices, segments)(config.offload, memory)
+    note = "of the dispatched step: estimated, not compiled"
+    return fullest(found.moments, (note,), found.needs), found.moved
 
 
 @functools.lru_cache(maxsize=16)

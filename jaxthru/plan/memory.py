@@ -75,15 +75,20 @@ def confirm(
     """Returns a candidate, with the least offload that fits where that was left open, and its memory, if it
     fits as compiled; or by arithmetic, where nothing can be compiled."""
     config = candidate.config
-    room = choices.full(room, by_bytes=config.offload.layered and not aot.available())
+    room = choices.full(room)
     if not aot.available():
-        if config.offload.layered and asked.offload.level == "auto":  # more of it, as not all is to be filled
-            known = segments or choices.documents(config).segments
-            if (found := with_least_offload(config, room, by_arithmetic(config, devices, known))) is None:
+        if not config.offload.layered:
+            return (candidate, candidate.plan) if room.holds(candidate.plan) else None
+        known = segments or choices.documents(config).segments
+        planned = by_arithmetic(config, devices, known, placed=True)
+        if asked.offload.level == "auto":  # more of it, as not all is to be filled
+            if (found := with_least_offload(config, room, planned)) is None:
                 return None
             config, plan, moved = found
-            candidate = dataclasses.replace(candidate, config=config, plan=plan, moved=moved)
-        return (candidate, candidate.plan) if room.holds(candidate.plan) else None
+        else:
+            plan, moved = planned(config.offload, room.device)
+        candidate = dataclasses.replace(candidate, config=config, plan=plan, moved=moved)
+        return (candidate, plan) if room.holds(plan) else None
     if not config.offload.layered:
         plan = resident(config, target, devices, segments)
         return (candidate, plan) if room.holds(plan) else None
