@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxthru.build import choices
-from jaxthru.build.least_offload import with_least_offload
+from jaxthru.build.least_offload import fitted
 from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib
 from jaxthru.build.proposals import Candidate
 from jaxthru.build.step import Assembled
@@ -109,7 +109,7 @@ def compile_candidate(
     room = choices.full(room)
     if config.offload.layered:
         analyse = lambda traced: traced.lower().compile(compiler_options=options).memory_analysis()  # noqa: E731
-        found = Programs(made, analyse).fitted(config, asked.offload.level, room)
+        found = fitted(config, asked.offload.level, room, Programs(made, analyse).planned)
         if found is None:
             reason = f"{candidate.said}: as compiled it does not fit {gib(room.device)} GiB"
             return Confirmed(candidate, made, None, reason)
@@ -141,15 +141,8 @@ class Programs:
         self._analyse = analyse
         self._rehearsed = made.rehearsals(self._needs)  # which compiles each program
 
-    def fitted(self, config: RunConfig, level: str, room: Room) -> tuple[RunConfig, MemoryPlan, int] | None:
-        """Returns a configuration with the least offload that fits as compiled, if any does, what it needs,
-        and the bytes that it moves. level: as it was asked for; another than `auto` stays as it is."""
-        if level != "auto":
-            plan, moved = self._planned(config.offload, room.device)
-            return (config, plan, moved) if room.holds(plan) else None
-        return with_least_offload(config, room, self._planned)
-
-    def _planned(self, offload: OffloadConfig, memory: int = 0) -> tuple[MemoryPlan, int]:
+    def planned(self, offload: OffloadConfig, memory: int = 0) -> tuple[MemoryPlan, int]:
+        """Returns what a step with this offload needs, and the bytes that it moves, see `Planned`."""
         found = self._rehearsed(offload, memory)
         return fullest(found.moments, ("as compiled",), found.needs), found.moved
 

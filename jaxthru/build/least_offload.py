@@ -144,6 +144,17 @@ def with_least_offload(
     return replaced(config, values), found.plan, found.moved
 
 
+def fitted(
+    config: RunConfig, level: str, room: Room, planned: Planned
+) -> tuple[RunConfig, MemoryPlan, int] | None:
+    """Returns a configuration of several programs with the offload that it was asked for, or where that is
+    `auto` with the least that fits; if it fits, and as `with_least_offload`. level: as it was asked for."""
+    if level == "auto":
+        return with_least_offload(config, room, planned)
+    plan, moved = planned(config.offload, room.device)
+    return (config, plan, moved) if room.holds(plan) else None
+
+
 def by_arithmetic(
     config: RunConfig,
     devices: int,

@@ -10,7 +10,7 @@ from jaxthru.build import choices
 from jaxthru.build.checks import validate
 from jaxthru.build.choices import Documents, documents
 from jaxthru.build.confirmed import Programs
-from jaxthru.build.least_offload import Proposal, by_arithmetic, with_least_offload
+from jaxthru.build.least_offload import Proposal, by_arithmetic, fitted
 from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib, host_room
 from jaxthru.build.memory_sizes import attention_stand_in, experts_stand_in, norm_stand_in, without_triton
 from jaxthru.build.proposals import PCIE, Candidate
@@ -76,28 +76,22 @@ def confirm(
     fits as compiled; or by arithmetic, where nothing can be compiled."""
     config = candidate.config
     room = choices.full(room)
+    if not config.offload.layered:
+        plan = resident(config, target, devices, segments) if aot.available() else candidate.plan
+        return (candidate, plan) if room.holds(plan) else None
     if not aot.available():
-        if not config.offload.layered:
-            return (candidate, candidate.plan) if room.holds(candidate.plan) else None
         known = segments or choices.documents(config).segments
         planned = by_arithmetic(config, devices, known, placed=True)
-        if asked.offload.level == "auto":  # more of it, as not all is to be filled
-            if (found := with_least_offload(config, room, planned)) is None:
-                return None
-            config, plan, moved = found
-        else:
-            plan, moved = planned(config.offload, room.device)
-        candidate = dataclasses.replace(candidate, config=config, plan=plan, moved=moved)
-        return (candidate, plan) if room.holds(plan) else None
-    if not config.offload.layered:
-        plan = resident(config, target, devices, segments)
-        return (candidate, plan) if room.holds(plan) else None
+        if (found := fitted(config, asked.offload.level, room, planned)) is None:
+            return None
+        config, plan, moved = found
+        return dataclasses.replace(candidate, config=config, plan=plan, moved=moved), plan
     made, notes, how = traced(config, target, devices, segments)
 
     def analyse(program: jax.stages.Traced) -> object:
         return _compiled(made, program, target, devices).stats
 
-    found = Programs(made, analyse).fitted(config, asked.offload.level, room)
+    found = fitted(config, asked.offload.level, room, Programs(made, analyse).planned)
     if found is None:
         return None
     config, plan, moved = found
