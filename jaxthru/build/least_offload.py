@@ -3,6 +3,7 @@
 That is arithmetic, for `plan memory` and to propose what is compiled, or the compiled programs of a step.
 """
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -79,33 +80,28 @@ def least(
         tried = dataclasses.replace(config.offload, level=level, fraction=hosted / stages or 1.0)
         return planned(tried, memory)
 
-    if at(most)[0].peak_device > room.device:
-        return None  # not even with all of them
-    first = _first_that_fits(most, room, lambda hosted: at(hosted)[0])
-    while first is not None and at(first)[1] < below:
-        plan, moved = at(first, room.device)
-        if room.holds(plan):
-            return Proposal(level, config.optim.state, first / stages, plan, moved)
-        if plan.peak_host > room.host or first == most:
-            return None
-        stage = (at(first)[0].peak_device - at(most)[0].peak_device) / (most - first)
-        over = plan.peak_device - room.device
-        first = min(first + max(int(over / stage) if stage > 0 else 0, 1), most)
-    return None
+    first = _first_that_fits(min(1, most), most, room, lambda hosted: at(hosted)[0])
+    if first is None or at(first)[1] >= below:
+        return None
+    last = bisect.bisect_left(range(most + 1), below, key=lambda hosted: at(hosted)[1]) - 1
+    first = _first_that_fits(first, last, room, lambda hosted: at(hosted, room.device)[0])
+    if first is None:
+        return None
+    plan, moved = at(first, room.device)
+    return Proposal(level, config.optim.state, first / stages, plan, moved) if room.holds(plan) else None
 
 
-def _first_that_fits(count: int, room: Room, plan: Callable[[int], MemoryPlan]) -> int | None:
-    """Returns the least number of stages on the host whose plan fits the device; None where one that does not
-    is too much for the host already. count: the most, which fits the device.
+def _first_that_fits(low: int, high: int, room: Room, plan: Callable[[int], MemoryPlan]) -> int | None:
+    """Returns the least number of stages on the host, of `low` to `high`, whose plan fits the device; None
+    where none does, or one that does not is too much for the host already.
 
     A stage more on the host takes about the same from the device each time: the place is guessed from a line
     twice, and halved from then on.
     """
-    if count <= 1:
-        return count
-    low, high = 1, count
     if plan(low).peak_device <= room.device:
         return low
+    if plan(high).peak_device > room.device:
+        return None
     guesses = 2
     while high - low > 1:
         if plan(low).peak_host > room.host:
@@ -113,7 +109,7 @@ def _first_that_fits(count: int, room: Room, plan: Callable[[int], MemoryPlan]) 
         middle = (low + high) // 2
         if guesses:
             over, under = (plan(step).peak_device for step in (low, high))
-            middle = low + math.ceil((high - low) * (over - room.device) / (over - under))
+            middle = low + math.ceil((high - low) * (over - room.device) / max(over - under, 1))
             middle, guesses = min(max(middle, low + 1), high - 1), guesses - 1
         if plan(middle).peak_device <= room.device:
             high = middle

@@ -105,11 +105,12 @@ class Gaps:
     [
         (lambda hosted: 0, 0, 5, [5]),
         (lambda hosted: 4, 0, 5, [5]),
-        (lambda hosted: 6, 0, 6, [5, 6]),
-        (lambda hosted: 27, 0, 8, [5, 7, 8]),  # 22 GiB too much are two stages at least
-        (lambda hosted: 16 if hosted < 7 else 0, 0, 7, [5, 6, 7]),
+        (lambda hosted: 6, 0, 6, [5, 10, 6]),
+        (lambda hosted: 27, 0, 8, [5, 10, 8, 7]),
+        (lambda hosted: 16 if hosted < 7 else 0, 0, 7, [5, 10, 6, 7]),
+        (lambda hosted: 60 if hosted < 6 else 4, 0, 6, [5, 10, 8, 7, 6]),  # one large array, behind the end
         (lambda hosted: 60, 0, None, [5, 10]),  # not even with all of them
-        (lambda hosted: 16, 1, None, [5, 6, 7]),  # of which the host holds six
+        (lambda hosted: 16, 1, None, [5, 10, 7, 6]),  # the host holds six
     ],
 )
 def test_gaps_put_more_on_the_host(gaps, host, found, asked):
@@ -124,7 +125,7 @@ def test_a_level_that_moves_more_is_not_looked_at_closely():
     planned = Gaps(lambda hosted: 6)
     found = least_offload.cheapest(config, least_offload.LEVELS[1:], Room(54 * GIB, GIB), planned)
     assert (found.level, found.moved) == ("optimizer", 6)
-    assert planned.asked == [5, 6, 5, 5], "with 6 on the host they move no less"
+    assert planned.asked == [5, 10, 6, 5, 5], "with 6 on the host they move no less"
 
 
 def test_what_is_far_too_large_is_refused_without_a_search(bench, monkeypatch):
