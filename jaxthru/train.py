@@ -229,7 +229,7 @@ def _prepare_and_train(
         log.warning("%s", line)
     kept = directory.tokenizer if directory else None
     with CachePrefetch(repr(asked)):
-        layout, searched = fit_here(config, begun=begun, kept=kept)
+        layout = fit_here(config, begun=begun, kept=kept)
         if begun_with is None and asked.kernels.any_named:  # a run that goes on has compiled them
             check_kernels(config, layout)
         fresh = newest is None and not local_tier.common_steps(local)
@@ -244,7 +244,7 @@ def _prepare_and_train(
         directory = directory or RunDirectory.fresh(name)
         autotuned = directory.autotune if config.train.deterministic else None
         times.note("data")
-        how = {"asked": asked, "fresh": fresh, "checked": True, "searched": searched}
+        how = {"asked": asked, "fresh": fresh, "checked": True}
         base = BaseFiles(weights.folder, directory.base) if config.lora.on and weights else None
         built = compile_step(config, layout, data, autotuned, weights, **how)
     built = dataclasses.replace(built, before=begun_with)

@@ -27,7 +27,8 @@ from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
 
 KEY = "kernels.attention"
 NOTABLE = 0.01
-"""By how much longer a step has to be by arithmetic for another attention than the fastest to be taken."""
+"""By how much longer a step has to be by arithmetic for another attention than the fastest to be taken; or by
+how much shorter at least for the fastest, where that has more on the host."""
 
 
 def mean_document(data: RunData) -> float | None:
@@ -114,7 +115,10 @@ def _no_room(
     if first is None or first.near:
         return "there is no room for it"
     slower = first.seconds / (second.seconds + longer) - 1
-    return f"a step with {first.said} would take {slower:.0%} longer" if slower > NOTABLE else ""
+    if slower <= (-NOTABLE if first.moved > second.moved else NOTABLE):
+        return ""
+    longer = "as long" if abs(slower) <= NOTABLE else f"{slower:.0%} longer"
+    return f"a step with {first.said} would take {longer}"
 
 
 def _open(config: RunConfig, segments: int) -> bool:

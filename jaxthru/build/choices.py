@@ -4,10 +4,7 @@ Arithmetic proposes (build/proposals.py), a compile confirms, and what does not 
 the next. A run directory keeps what was chosen, in choices.json.
 """
 
-import copy
 import dataclasses
-import functools
-import itertools
 import json
 import logging
 import types
@@ -196,11 +193,6 @@ def _alike(config: RunConfig, run: RunConfig, chosen: set[str]) -> bool:
     return all(ours.get(key) == theirs.get(key) for key in keys)
 
 
-FULL = 0.97
-"""Share of a device's memory that a plan may fill, that of a step of several programs with the gaps between
-its arrays."""
-
-
 def room_here(config: RunConfig) -> Room:
     """Returns the room on this process's devices and hosts, the same in all processes."""
     host = host_room(config)
@@ -208,11 +200,6 @@ def room_here(config: RunConfig) -> Room:
     # A plan's host bytes are those of all devices, a host's room is for its own.
     sizes = distributed.from_first(lambda: [memory, host * jax.device_count() // jax.local_device_count()])
     return Room(*sizes)
-
-
-def full(room: Room) -> Room:
-    """Returns the room that a plan may fill, and beyond which it does not fit."""
-    return dataclasses.replace(room, device=round(FULL * room.device))
 
 
 def proposed(config: RunConfig, layout: Layout, room: Room | None, segments: int) -> Iterator[Candidate]:
@@ -231,24 +218,6 @@ def proposed(config: RunConfig, layout: Layout, room: Room | None, segments: int
         raise InputError(nothing_fits(config, room, devices, segments))
     yield first
     yield from found
-
-
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """What `proposed` yields, each found once, however often it is gone through. Equal ones find the same."""
-
-    config: RunConfig
-    layout: Layout
-    room: Room | None
-    segments: int
-
-    def __iter__(self) -> Iterator[Candidate]:
-        return copy.copy(self._found)
-
-    @functools.cached_property
-    def _found(self) -> Iterator[Candidate]:  # which is never advanced, so that its copies know all of it
-        (found,) = itertools.tee(proposed(self.config, self.layout, self.room, self.segments), 1)
-        return found
 
 
 DOCUMENTS = 32

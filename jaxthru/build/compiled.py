@@ -21,7 +21,7 @@ from jaxthru.build.checks import (
     refusals_named,
     validate,
 )
-from jaxthru.build.choices import Choice, Search
+from jaxthru.build.choices import Choice
 from jaxthru.build.compiled_beside import Beside
 from jaxthru.build.confirmed import Confirmed
 from jaxthru.build.defaults import get, replaced
@@ -167,28 +167,25 @@ def build_step(config: RunConfig, data: RunData, devices: list[jax.Device] | Non
     xla.configure(config.kernels.writes_to_peers)
     pinned_host.limit(config)
     config = choices.resolve(config)
-    layout, searched = fit_here(config, devices)
-    return compile_step(config, layout, data, weights=published_weights(config), searched=searched)
+    layout = fit_here(config, devices)
+    return compile_step(config, layout, data, weights=published_weights(config))
 
 
-def fit_here(
-    config: RunConfig, devices: list[jax.Device] | None = None, **run: Any
-) -> tuple[Layout, Search | None]:
+def fit_here(config: RunConfig, devices: list[jax.Device] | None = None, **run: Any) -> Layout:
     """Returns the layout of a configuration, see `checks.validate`, whose step has room in the memory of
-    devices and hosts, and the search that found it where one was needed, for `compile_step`. Ask it before
-    data is prepared. run: `begun` and `kept` of `open_data`. Raises InputError."""
+    devices and hosts. Ask it before data is prepared. run: `begun` and `kept` of `open_data`. Raises
+    InputError."""
     layout = validate(config, devices)
     config, _ = early_choices.of_run(config, layout)
     check_host_memory(config, layout)
     if not choices.open_keys(config):
-        return layout, None
+        return layout
     found = choices.documents(config, **run)
     capability = attention_choice.capability_of(layout)
     room = choices.room_here(config)
     config, _ = attention_choice.by_table(config, layout, found.segments, found.mean, capability, room)
-    search = Search(config, layout, room, found.segments)
-    next(iter(search))
-    return layout, search
+    next(choices.proposed(config, layout, room, found.segments))
+    return layout
 
 
 def compile_step(
@@ -201,7 +198,6 @@ def compile_step(
     asked: RunConfig | None = None,
     fresh: bool = True,
     checked: bool = False,
-    searched: Search | None = None,
 ) -> Build:
     """Returns the compiled step of what `choices.resolve` has returned, on its layout: of what that leaves
     open, the fastest that fits as compiled.
@@ -209,8 +205,7 @@ def compile_step(
     autotuned: a folder of what autotuning has chosen, by which it is compiled anew. weights: published ones
     to start from. asked: the configuration before anything was chosen. fresh: whether the first state will be
     made. checked: compare attention with its reference. Both are compiled on another thread, while the step
-    is. searched: by `fit_here`, goes on where the data is as it was taken to be. Raises InputError, and
-    TrainingError for an attention that is wrong.
+    is. Raises InputError, and TrainingError for an attention that is wrong.
     """
     check_vocabulary(config, data.vocabulary)
     check_objective(config, data.units)
@@ -218,7 +213,6 @@ def compile_step(
     config, reasons = _settled(config, asked, layout, data)
     anew = xla.nothing_kept(autotuned is not None)
     room = choices.room_here(config) if choices.open_keys(config) else None
-    search = Search(config, layout, room, segments)
     started = time.monotonic()
     evaluated = fresh and config.evaluate.rows > 0
 
@@ -240,7 +234,7 @@ def compile_step(
                 return None
             return found.candidate, found.with_kernels(kernels)
 
-        fits = confirmed.fastest(searched if searched == search else search, confirm)
+        fits = confirmed.fastest(choices.proposed(config, layout, room, segments), confirm)
         if fits is None:
             raise InputError(nothing_fits(config, room, layout.mesh.size, segments))
         beside.wait()

@@ -106,7 +106,7 @@ def compile_candidate(
     config = candidate.config
     if room is None:
         return Confirmed(candidate, made, made.compile(options), "")
-    room = choices.full(room)
+    room = room.full
     if config.offload.layered:
         analyse = lambda traced: traced.lower().compile(compiler_options=options).memory_analysis()  # noqa: E731
         found = fitted(config, asked.offload.level, room, Programs(made, analyse).planned)

@@ -51,6 +51,17 @@ class MemoryPlan:
     peak_host: int
     notes: tuple[str, ...] = ()
 
+    def with_more(self, times: float) -> "MemoryPlan":
+        """Returns it with so many times the bytes on the device; what is more is `other`."""
+        more = round((times - 1) * self.peak_device)
+        device = self.device | {"other": self.device["other"] + more}
+        return dataclasses.replace(self, device=device, peak_device=self.peak_device + more)
+
+
+FULL = 0.97
+"""Share of a device's memory that a plan may fill, that of a step of several programs with the gaps between
+its arrays."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Room:
@@ -59,6 +70,11 @@ class Room:
     device: int
     host: int
     said: tuple[str, ...] = ()
+
+    @property
+    def full(self) -> "Room":
+        """What a plan may fill, and beyond which it does not fit."""
+        return dataclasses.replace(self, device=round(FULL * self.device))
 
     def holds(self, plan: MemoryPlan) -> bool:
         """Says whether a plan fits."""

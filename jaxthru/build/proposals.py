@@ -4,6 +4,7 @@ Arithmetic alone decides nothing (build/choices.py compiles what it proposes): i
 and now and then over by more.
 """
 
+import copy
 import dataclasses
 import functools
 import heapq
@@ -92,9 +93,21 @@ def candidates(
     config: RunConfig, room: Room, *, devices: int = 1, segments: int = 1, gpu: bool = True
 ) -> Iterator[Candidate]:
     """Yields what a configuration's `auto` may stand for, see `likeliest`. devices, segments: as of
-    `estimate`. gpu: where unrolled layers are the faster ones."""
+    `estimate`. gpu: where unrolled layers are the faster ones. Each is found once in a process, however often
+    a start asks."""
+    try:
+        yield from copy.copy(_candidates(config, room, devices, segments, gpu))
+    except (Exception, KeyboardInterrupt):
+        _candidates.cache_clear()  # what was interrupted would end there for all who ask again
+        raise
+
+
+@functools.lru_cache(maxsize=8)
+def _candidates(config: RunConfig, room: Room, devices: int, segments: int, gpu: bool) -> Iterator[Candidate]:
     levels = levels_with_room(config, room, devices)
-    return likeliest(_by_speed(config, room, devices, segments, gpu, levels), room)
+    found = likeliest(_by_speed(config, room, devices, segments, gpu, levels), room)
+    (kept,) = itertools.tee(found, 1)  # never advanced itself, so that its copies know all of it
+    return kept
 
 
 def least_seconds(config: RunConfig, devices: int = 1) -> float:
@@ -179,7 +192,8 @@ def _fitted(
     """Returns a configuration, with the offload that it needs where `config` leaves that open, if it may fit.
     seconds: of its matmuls."""
     if config.offload.level == "auto" and tried.offload.layered:
-        found = with_least_offload(tried, room, planned) or with_least_offload(tried, _at_most(room), planned)
+        found = with_least_offload(tried, room.full, planned)
+        found = found or with_least_offload(tried, _at_most(room), planned)
         if found is None:
             return None
         tried, plan, moved = found

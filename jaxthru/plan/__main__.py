@@ -90,7 +90,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     _show(memory.table(plan), [*room.said, *plan.notes])
     proposals = propose(config, room, resident=resident, devices=devices, segments=segments)
     _show(*memory.proposed(proposals))
-    short = choices.full(room).shortfall(plan)
+    short = room.full.shortfall(plan)
     fits = f"fits: {gib(plan.peak_device)} of {gib(room.device)} GiB"
     if plan.peak_host:
         fits += f", on the host {gib(plan.peak_host)} of {gib(room.host)}"
@@ -150,7 +150,7 @@ def _plan(config, target, devices, segments) -> tuple[MemoryPlan, MemoryPlan | N
     """Returns the plan of a configuration, and the same if it is that of the resident step, compiled."""
     if not aot.available():
         segments = segments or choices.documents(config)[0]
-        size = choices.full(memory.room(config, target)).device
+        size = memory.room(config, target).full.device
         return estimate(config, devices=devices, segments=segments, memory=size)[0], None
     with refusals_named(config):
         if config.offload.layered:

@@ -64,7 +64,7 @@ def dispatched(
         "arrays are those of the step's own schedule; a copy counts on both ends until the host has waited "
         "for it; 'other' has the gaps that XLA's allocator leaves between arrays",
     )
-    memory = choices.full(room(config, target)).device
+    memory = room(config, target).full.device
     found = made.rehearsed(compiled_for(made, target, devices), memory)
     return fullest(found.moments, notes, found.needs)
 
@@ -75,7 +75,7 @@ def confirm(
     """Returns a candidate, with the least offload that fits where that was left open, and its memory, if it
     fits as compiled; or by arithmetic, where nothing can be compiled."""
     config = candidate.config
-    room = choices.full(room)
+    room = room.full
     if not config.offload.layered:
         plan = resident(config, target, devices, segments) if aot.available() else candidate.plan
         return (candidate, plan) if room.holds(plan) else None

@@ -11,7 +11,7 @@ from runs import ROOT
 
 import jaxthru
 from jaxthru import config as configuration
-from jaxthru.build import choices, matmul_choice
+from jaxthru.build import choices, matmul_choice, proposals
 from jaxthru.build.checks import validate
 from jaxthru.build.compiled import compile_step, fit_here
 from jaxthru.build.memory_estimate import Room, layout_of
@@ -186,19 +186,30 @@ def test_what_was_taken_is_said_and_recorded(monkeypatch, caplog):
 def test_one_start_searches_once(monkeypatch):
     """What `fit_here` has found is what `compile_step` begins with, unless the data is another."""
     config, searches = small(compute="float32"), []
-    monkeypatch.setattr(choices, "room_here", lambda config: Room(2**30, 2**30))
+    monkeypatch.setattr(choices, "room_here", lambda config: Room(2**30 + 1, 2**30))  # not of another test
     monkeypatch.setattr(choices, "documents", lambda config: choices.Documents(tiny.Data.segments, 1))
 
-    def counted(config, *rest, **how):
-        searches.append(how["segments"])
-        yield from candidates(config, *rest, **how)
+    def counted(config, room, devices, segments, *rest):
+        searches.append(segments)
+        return by_speed(config, room, devices, segments, *rest)
 
-    monkeypatch.setattr(choices, "candidates", counted)
-    layout, searched = fit_here(config, jax.devices()[:1])
-    assert searches == [4] and next(iter(searched)) is next(iter(searched))
-    build = compile_step(config, layout, tiny.Data(), searched=searched)
+    by_speed = proposals._by_speed
+    monkeypatch.setattr(proposals, "_by_speed", counted)
+    layout = fit_here(config, jax.devices()[:1])
+    build = compile_step(config, layout, tiny.Data())
     assert searches == [4] and not choices.open_keys(build.config)
-    assert searched != dataclasses.replace(searched, segments=8), "other data is searched for anew"
+    monkeypatch.setattr(choices, "documents", lambda config: choices.Documents(8, 1))
+    fit_here(config, jax.devices()[:1])
+    assert searches == [4, 8]
+
+
+def test_an_interrupted_search_is_begun_anew(monkeypatch):
+    config, room, by_speed = small(compute="float32"), Room(2**30 + 2, 2**30), proposals._by_speed
+    monkeypatch.setattr(proposals, "_by_speed", lambda *_: (_ for _ in [0]).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        next(candidates(config, room))
+    monkeypatch.setattr(proposals, "_by_speed", by_speed)
+    assert room.holds(next(candidates(config, room)).plan)
 
 
 def test_a_plan_is_of_what_a_run_would_take(capsys, monkeypatch):
