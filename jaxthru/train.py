@@ -108,7 +108,7 @@ def train(
             timer.dispatching()
             with profile.span("dispatch", step):
                 state, metrics = profile.program(state, batch)
-            timer.dispatched(step, metrics)
+            timer.dispatched(step, metrics, waited=step == start + 1)
             profile.after(step - 1)
             last = step == steps
             tier = checkpointer.due(step, last)
@@ -244,8 +244,8 @@ def _prepare_and_train(
         directory = directory or RunDirectory.fresh(name)
         autotuned = directory.autotune if config.train.deterministic else None
         times.note("data")
-        how = {"asked": asked, "fresh": fresh, "checked": True}
         base = BaseFiles(weights.folder, directory.base) if config.lora.on and weights else None
+        how = {"asked": asked, "fresh": fresh, "checked": True}
         built = compile_step(config, layout, data, autotuned, weights, **how)
     built = dataclasses.replace(built, before=begun_with)
     times.note("compile")

@@ -22,6 +22,7 @@ from jaxthru.build.proposals import Candidate, candidates
 from jaxthru.build.refusal import nothing_fits
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import open_data
+from jaxthru.data.loading.host_pool import RunData
 from jaxthru.data.store.mix_file import load_mix
 from jaxthru.runtime import distributed, hardware
 from jaxthru.runtime import plain as plain_values
@@ -79,7 +80,8 @@ def made(
     return tuple(found)
 
 
-REASONS = {"kernels": "the first that can run here"}
+CAN_RUN = "the first that can run here"
+REASONS = {"kernels": CAN_RUN}
 RECORDED = "as on the first start, or the default of this device"
 
 
@@ -235,6 +237,11 @@ class Documents(NamedTuple):
     masked: bool = False
 
 
+def documents_of(data: RunData) -> Documents:
+    """Returns what the documents of open data are like."""
+    return Documents(data.segments, len(data.names), mean=mean_document(data), masked=data.masked)
+
+
 def documents(
     config: RunConfig, begun: Mapping[str, str] | None = None, kept: Path | None = None
 ) -> Documents:
@@ -243,8 +250,7 @@ def documents(
     load_mix(config.data.mix, config.data.tokenizer, kept)
     try:
         with open_data(config.data, prepare=False, begun=begun, kept=kept) as data:
-            found = {"mean": mean_document(data), "masked": data.masked}
-            return Documents(data.segments, len(data.names), **found)
+            return documents_of(data)
     except InputError:
         note = f"the corpus is not prepared: {DOCUMENTS} documents a row assumed (--segments)"
         return Documents(DOCUMENTS, 1, (note,))

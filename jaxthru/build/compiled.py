@@ -26,6 +26,7 @@ from jaxthru.build.compiled_beside import Beside
 from jaxthru.build.confirmed import Confirmed
 from jaxthru.build.defaults import get, replaced
 from jaxthru.build.host_memory import check_host_memory
+from jaxthru.build.kept_choices import KeptChoices
 from jaxthru.build.proposals import Candidate
 from jaxthru.build.refusal import nothing_fits
 from jaxthru.build.step import Assembled, assemble, update_flops
@@ -175,12 +176,14 @@ def fit_here(config: RunConfig, devices: list[jax.Device] | None = None, **run: 
     """Returns the layout of a configuration, see `checks.validate`, whose step has room in the memory of
     devices and hosts. Ask it before data is prepared. run: `begun` and `kept` of `open_data`. Raises
     InputError."""
-    layout = validate(config, devices)
+    layout, given = validate(config, devices), config
     config, _ = early_choices.of_run(config, layout)
     check_host_memory(config, layout)
     if not choices.open_keys(config):
         return layout
     found = choices.documents(config, **run)
+    if KeptChoices(given, layout, lambda: found).found:
+        return layout
     capability = attention_choice.capability_of(layout)
     room = choices.room_here(config)
     config, _ = attention_choice.by_table(config, layout, found.segments, found.mean, capability, room)
@@ -210,9 +213,11 @@ def compile_step(
     check_vocabulary(config, data.vocabulary)
     check_objective(config, data.units)
     asked, segments, sources = asked or config, data.segments, len(data.names)
-    config, reasons = _settled(config, asked, layout, data)
+    given, kept = config, KeptChoices(config, layout, lambda: choices.documents_of(data))
+    config, reasons = _settled(config, asked, layout, data, kept)
     anew = xla.nothing_kept(autotuned is not None)
-    room = choices.room_here(config) if choices.open_keys(config) else None
+    open_here = choices.open_keys(config)
+    room = (lambda: choices.room_here(config)) if kept.found or open_here else None
     started = time.monotonic()
     evaluated = fresh and config.evaluate.rows > 0
 
@@ -234,10 +239,16 @@ def compile_step(
                 return None
             return found.candidate, found.with_kernels(kernels)
 
-        fits = confirmed.fastest(choices.proposed(config, layout, room, segments), confirm)
-        if fits is None:
-            raise InputError(nothing_fits(config, room, layout.mesh.size, segments))
-        beside.wait()
+        tried = choices.proposed(config, layout, room() if open_here else None, segments)
+        fits = confirmed.fastest(tried, confirm) if open_here else confirm(next(tried))
+        if fits is not None:
+            beside.wait()
+    if fits is None and kept.found:
+        kept.drop()
+        how = {"asked": asked, "fresh": fresh, "checked": checked}
+        return compile_step(given, layout, data, autotuned, weights, **how)
+    if fits is None:
+        raise InputError(nothing_fits(config, room(), layout.mesh.size, segments))
     _, found = fits
     seconds = time.monotonic() - started
     log.info("compiled in %.1f s%s", seconds, found.reason and f": {found.reason}")
@@ -247,6 +258,7 @@ def compile_step(
     made, chosen = found.made, found.config
     devices = list(layout.mesh.devices.flat)
     decisions = choices.made(asked, chosen, found.reason, devices, reasons)
+    kept.keep(decisions)
     recompile = lambda more: anew(made.compile)(options(made) | more)  # noqa: E731
     return Build(
         chosen,
@@ -265,14 +277,16 @@ def compile_step(
 
 
 def _settled(
-    config: RunConfig, asked: RunConfig, layout: Layout, data: RunData
+    config: RunConfig, asked: RunConfig, layout: Layout, data: RunData, kept: KeptChoices
 ) -> tuple[RunConfig, dict[str, str]]:
-    """Returns a configuration with what is chosen without a compile, and the reasons by key."""
+    """Returns a configuration with what is chosen without a compile, and all that an earlier start has found,
+    and the reasons by key; of what needs a compile, they are to be found anew."""
     before = config
-    config, reasons = early_choices.of_run(config, layout)
+    config, reasons = early_choices.of_run(kept.settled(config), layout)
     room = choices.room_here(config) if choices.open_keys(config) else None
     config, reasons[attention_choice.KEY] = attention_choice.of_run(config, layout, data, room)
-    for key, why in reasons.items():
+    for key in reasons:
+        reasons[key] = why = kept.reasons.get(key) or reasons[key]
         if why:
             log.info("%s = 'auto' is %r, %s", key, get(config, key), why)
         elif get(before, key) != get(asked, key):

@@ -97,16 +97,22 @@ def fastest[Found](
 
 
 def compile_candidate(
-    asked: RunConfig, candidate: Candidate, made: Assembled, options: dict[str, Any], room: Room | None
+    asked: RunConfig,
+    candidate: Candidate,
+    made: Assembled,
+    options: dict[str, Any],
+    room: Callable[[], Room] | None,
 ) -> Confirmed:
     """Compiles a candidate, and says whether it fits: at once where `room` is None, for nothing is open.
 
-    asked: the configuration with what is open. made: of the candidate.
+    asked: the configuration with what is open. made: of the candidate. room: is asked once it is needed.
     """
     config = candidate.config
-    if room is None:
-        return Confirmed(candidate, made, made.compile(options), "")
-    room = room.full
+    if room is None or not config.offload.layered:
+        compiled = made.compile(options)
+        if room is None:
+            return Confirmed(candidate, made, compiled, "")
+    room = room().full
     if config.offload.layered:
         analyse = lambda traced: traced.lower().compile(compiler_options=options).memory_analysis()  # noqa: E731
         found = fitted(config, asked.offload.level, room, Programs(made, analyse).planned)
@@ -118,7 +124,6 @@ def compile_candidate(
         made = offloaded(made, config.offload)
         size, compiled = plan.peak_device, made.compile(options)
     else:
-        compiled = made.compile(options)
         size = (sizes := Sizes.of(compiled.program.memory_analysis())) and sizes.peak
     if size is None:
         return Confirmed(candidate, made, compiled, f"{candidate.said}: fits by arithmetic")

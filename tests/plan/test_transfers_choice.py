@@ -164,7 +164,7 @@ _compiled: dict[str, confirmed.Confirmed] = {}
 
 def compiled_once(asked, candidate, made, options, room, plain=confirmed.compile_candidate):
     """Compiles a candidate as a start does, but the same one once for all starts of these tests."""
-    key = repr((candidate.config, room))
+    key = repr((candidate.config, room and room()))
     if key not in _compiled:
         with dispatch.noted() as kernels:  # which a candidate that is not traced again has none of
             found = plain(asked, candidate, made, options, room)

@@ -90,6 +90,16 @@ def test_a_wait_belongs_to_the_step_that_finishes_next():
     assert first["loss_by_source"] == {"a": 1.0, "b": None}
 
 
+def test_a_step_that_was_waited_for_is_told_of_at_once():
+    listener = Listener()
+    made = step_timer(listener)
+    made.dispatched(1, metrics(), waited=True)
+    assert [row["step"] for row in listener.rows] == [1]
+    made.dispatched(2, metrics())
+    made.dispatched(3, metrics())
+    assert [row["step"] for row in listener.rows] == [1, 2]
+
+
 def test_what_a_model_adds_is_passed_on_by_its_name():
     listener = Listener()
     made = step_timer(listener)
