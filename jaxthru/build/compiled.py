@@ -27,7 +27,7 @@ from jaxthru.build.confirmed import Confirmed
 from jaxthru.build.defaults import get, replaced
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.kept_choices import KeptChoices
-from jaxthru.build.proposals import Candidate
+from jaxthru.build.proposals import Candidate, fits_as_one_program
 from jaxthru.build.refusal import nothing_fits
 from jaxthru.build.step import Assembled, assemble, update_flops
 from jaxthru.config import RunConfig
@@ -184,8 +184,10 @@ def fit_here(config: RunConfig, devices: list[jax.Device] | None = None, **run: 
     found = choices.documents(config, **run)
     if KeptChoices(given, layout, lambda: found).found:
         return layout
-    capability = attention_choice.capability_of(layout)
     room = choices.room_here(config)
+    if fits_as_one_program(config, room, devices=layout.mesh.size, segments=found.segments):
+        return layout
+    capability = attention_choice.capability_of(layout)
     config, _ = attention_choice.by_table(config, layout, found.segments, found.mean, capability, room)
     next(choices.proposed(config, layout, room, found.segments))
     return layout

@@ -110,6 +110,14 @@ def _candidates(config: RunConfig, room: Room, devices: int, segments: int, gpu:
     return kept
 
 
+def fits_as_one_program(config: RunConfig, room: Room, *, devices: int = 1, segments: int = 1) -> bool:
+    """Says whether by arithmetic a step of one program fits that computes again all that the configuration
+    lets it: one estimate, where to find the fastest takes seconds."""
+    tried = [*_resident(config, True)][-1:]
+    plans = (by_arithmetic(one, devices, segments)(one.offload)[0] for one in tried)
+    return any(room.full.holds(plan) for plan in plans)
+
+
 def least_seconds(config: RunConfig, devices: int = 1) -> float:
     """Returns `Candidate.seconds` of the fastest of what a configuration may become on GPUs with memory
     enough."""

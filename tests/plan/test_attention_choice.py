@@ -292,6 +292,7 @@ def test_a_step_is_proposed_with_what_it_will_take(small, monkeypatch):
     monkeypatch.setattr(choices, "documents", lambda config: choices.Documents(8, 1, (), 16.0))
     monkeypatch.setattr(choices, "room_here", lambda config: Room(1 << 40, 1 << 40))
     monkeypatch.setattr(choices, "proposed", lambda config, *how: seen.append(config) or iter([config]))
+    monkeypatch.setattr(compiled, "fits_as_one_program", lambda *_, **how: False)
     compiled.fit_here(config, jax.devices()[:1])
     assert seen[0].kernels.attention == FAR
 

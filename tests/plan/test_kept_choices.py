@@ -8,7 +8,7 @@ import tiny
 
 import jaxthru
 from jaxthru import config as configuration
-from jaxthru.build import choices, kept_choices, proposals
+from jaxthru.build import choices, compiled, kept_choices, proposals
 from jaxthru.build.checks import validate
 from jaxthru.build.choices import Choice, Documents
 from jaxthru.build.compiled import compile_step, fit_here
@@ -33,6 +33,7 @@ def starts(monkeypatch, tmp_path):
     by_speed, searches = proposals._by_speed, []
     monkeypatch.setattr(kept_choices, "SEARCHED_ON", "cpu")
     monkeypatch.setattr(kept_choices, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiled, "fits_as_one_program", lambda *_, **how: False)
     monkeypatch.setattr(proposals, "_by_speed", lambda *of: searches.append(of) or by_speed(*of))
 
     def start(room=WIDE):

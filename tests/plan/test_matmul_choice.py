@@ -11,7 +11,7 @@ from runs import ROOT
 
 import jaxthru
 from jaxthru import config as configuration
-from jaxthru.build import choices, matmul_choice, proposals
+from jaxthru.build import choices, compiled, matmul_choice, proposals
 from jaxthru.build.checks import validate
 from jaxthru.build.compiled import compile_step, fit_here
 from jaxthru.build.memory_estimate import Room, layout_of
@@ -193,6 +193,7 @@ def test_one_start_searches_once(monkeypatch):
         searches.append(segments)
         return by_speed(config, room, devices, segments, *rest)
 
+    monkeypatch.setattr(compiled, "fits_as_one_program", lambda *_, **how: False)
     by_speed = proposals._by_speed
     monkeypatch.setattr(proposals, "_by_speed", counted)
     layout = fit_here(config, jax.devices()[:1])
@@ -201,6 +202,17 @@ def test_one_start_searches_once(monkeypatch):
     monkeypatch.setattr(choices, "documents", lambda config: choices.Documents(8, 1))
     fit_here(config, jax.devices()[:1])
     assert searches == [4, 8]
+
+
+def test_where_a_step_of_one_program_fits_data_is_prepared_without_a_search(monkeypatch):
+    config = small(compute="float32")
+    monkeypatch.setattr(choices, "documents", lambda config: choices.Documents(tiny.Data.segments, 1))
+    monkeypatch.setattr(choices, "room_here", lambda config: Room(2**30, 2**30))
+    monkeypatch.setattr(choices, "proposed", lambda *_: pytest.fail("searched"))
+    fit_here(config, jax.devices()[:1])
+    monkeypatch.setattr(choices, "room_here", lambda config: Room(1000, 1000))
+    with pytest.raises(pytest.fail.Exception, match="searched"):
+        fit_here(config, jax.devices()[:1])
 
 
 def test_an_interrupted_search_is_begun_anew(monkeypatch):
