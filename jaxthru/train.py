@@ -108,7 +108,7 @@ def train(
             timer.dispatching()
             with profile.span("dispatch", step):
                 state, metrics = profile.program(state, batch)
-            timer.dispatched(step, metrics, waited=step == start + 1)
+            timer.dispatched(step, metrics, first=step == start + 1)
             profile.after(step - 1)
             last = step == steps
             tier = checkpointer.due(step, last)

@@ -117,8 +117,8 @@ def _no_room(
     slower = first.seconds / (second.seconds + longer) - 1
     if slower <= (-NOTABLE if first.moved > second.moved else NOTABLE):
         return ""
-    longer = "as long" if abs(slower) <= NOTABLE else f"{slower:.0%} longer"
-    return f"a step with {first.said} would take {longer}"
+    said = "as long" if slower <= NOTABLE else f"{slower:.0%} longer"
+    return f"a step with {first.said} would take {said}"
 
 
 def _open(config: RunConfig, segments: int) -> bool:

@@ -7,6 +7,7 @@ the next. A run directory keeps what was chosen, in choices.json.
 import dataclasses
 import json
 import logging
+import math
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -211,7 +212,7 @@ def proposed(config: RunConfig, layout: Layout, room: Room | None, segments: int
     arithmetic.
     """
     if not open_keys(config):
-        yield Candidate(config, None, 0.0, 0)
+        yield Candidate(config, None, math.inf, 0)  # which is compared with no other
         return
     devices, gpu = layout.mesh.size, layout.mesh.devices.flat[0].platform == "gpu"
     found = candidates(config, room, devices=devices, segments=segments, gpu=gpu)

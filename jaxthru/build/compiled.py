@@ -1,6 +1,8 @@
 """A configuration as it runs on these devices: its step, compiled, with the data and the state for it."""
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -17,7 +19,6 @@ from jaxthru.build.checks import (
     attention_by,
     check_objective,
     check_vocabulary,
-    offloaded,
     refusals_named,
     validate,
 )
@@ -27,6 +28,7 @@ from jaxthru.build.confirmed import Confirmed
 from jaxthru.build.defaults import get, replaced
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.kept_choices import KeptChoices
+from jaxthru.build.prompt_samples import samples_of
 from jaxthru.build.proposals import Candidate, fits_as_one_program
 from jaxthru.build.refusal import nothing_fits
 from jaxthru.build.step import Assembled, assemble, update_flops
@@ -38,12 +40,10 @@ from jaxthru.data.loading.state import DataState
 from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.expert_placement import ExpertPlacement
 from jaxthru.engine.inline import CompiledStep
-from jaxthru.engine.model import Model
 from jaxthru.engine.step import Batch, State, Step
-from jaxthru.huggingface.generation_config import read_generation_defaults
 from jaxthru.huggingface.weights import Weights
 from jaxthru.runtime import hardware, peers, xla
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout
 from jaxthru.training.energy import StepEnergy
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
@@ -203,6 +203,7 @@ def compile_step(
     asked: RunConfig | None = None,
     fresh: bool = True,
     checked: bool = False,
+    kept: KeptChoices | None = None,
 ) -> Build:
     """Returns the compiled step of what `choices.resolve` has returned, on its layout: of what that leaves
     open, the fastest that fits as compiled.
@@ -210,16 +211,17 @@ def compile_step(
     autotuned: a folder of what autotuning has chosen, by which it is compiled anew. weights: published ones
     to start from. asked: the configuration before anything was chosen. fresh: whether the first state will be
     made. checked: compare attention with its reference. Both are compiled on another thread, while the step
-    is. Raises InputError, and TrainingError for an attention that is wrong.
+    is. kept: of an earlier start, by default looked up. Raises InputError, and TrainingError for an attention
+    that is wrong.
     """
     check_vocabulary(config, data.vocabulary)
     check_objective(config, data.units)
     asked, segments, sources = asked or config, data.segments, len(data.names)
-    given, kept = config, KeptChoices(config, layout, lambda: choices.documents_of(data))
+    given, kept = config, kept or KeptChoices(config, layout, lambda: choices.documents_of(data))
     config, reasons = _settled(config, asked, layout, data, kept)
     anew = xla.nothing_kept(autotuned is not None)
-    open_here = choices.open_keys(config)
-    room = (lambda: choices.room_here(config)) if kept.found or open_here else None
+    room = choices.room_here(config) if choices.open_keys(config) else None
+    ask_room = functools.partial(choices.room_here, config) if room or kept.found else None
     started = time.monotonic()
     evaluated = fresh and config.evaluate.rows > 0
 
@@ -232,25 +234,26 @@ def compile_step(
             of_data = {"segments": segments, "sources": sources, "masked": data.masked}
             made = assemble(candidate.config, layout, **of_data, attention=attention_by(config))
             samples_of(candidate.config, made.step.objective.model, data)  # refuses prompts before the work
-            announce(made.step.model.parameters, layout, candidate.said if room else "")
+            announce(made.step.model.parameters, layout, candidate.said if ask_room else "")
             beside.start(made)
             with refusals_named(config), dispatch.noted() as kernels:
-                found = anew(confirmed.compile_candidate)(config, candidate, made, options(made), room)
+                found = anew(confirmed.compile_candidate)(config, candidate, made, options(made), ask_room)
             if found.compiled is None:
                 log.info("%s", found.reason)
                 return None
             return found.candidate, found.with_kernels(kernels)
 
-        tried = choices.proposed(config, layout, room() if open_here else None, segments)
-        fits = confirmed.fastest(tried, confirm) if open_here else confirm(next(tried))
+        tried, fits = choices.proposed(config, layout, room, segments), None
+        with contextlib.suppress(*[InputError] * bool(kept.found)):  # a search may find a way around
+            fits = confirmed.fastest(tried, confirm)
         if fits is not None:
             beside.wait()
     if fits is None and kept.found:
         kept.drop()
-        how = {"asked": asked, "fresh": fresh, "checked": checked}
+        how = {"asked": asked, "fresh": fresh, "checked": checked, "kept": kept}
         return compile_step(given, layout, data, autotuned, weights, **how)
     if fits is None:
-        raise InputError(nothing_fits(config, room(), layout.mesh.size, segments))
+        raise InputError(nothing_fits(config, room, layout.mesh.size, segments))
     _, found = fits
     seconds = time.monotonic() - started
     log.info("compiled in %.1f s%s", seconds, found.reason and f": {found.reason}")
@@ -284,37 +287,17 @@ def _settled(
     """Returns a configuration with what is chosen without a compile, and all that an earlier start has found,
     and the reasons by key; of what needs a compile, they are to be found anew."""
     before = config
-    config, reasons = early_choices.of_run(kept.settled(config), layout)
+    config, reasons = early_choices.of_run(config, layout)
+    by_rule = get(before, transfers_choice.KEY) != get(config, transfers_choice.KEY)
+    named, config = get(config, attention_choice.KEY) != "auto", kept.settled(config)
     room = choices.room_here(config) if choices.open_keys(config) else None
-    config, reasons[attention_choice.KEY] = attention_choice.of_run(config, layout, data, room)
-    for key in reasons:
-        reasons[key] = why = kept.reasons.get(key) or reasons[key]
+    config, why = attention_choice.of_run(config, layout, data, room)
+    reasons[attention_choice.KEY] = why or ("" if named else kept.reason(attention_choice.KEY))
+    for key, why in reasons.items():
         if why:
             log.info("%s = 'auto' is %r, %s", key, get(config, key), why)
         elif get(before, key) != get(asked, key):
             reasons[key] = choices.RECORDED
-    if get(before, transfers_choice.KEY) != get(config, transfers_choice.KEY):
+    if by_rule:
         reasons[transfers_choice.KEY] = transfers_choice.REASON
     return config, reasons
-
-
-def samples_of(config: RunConfig, model: Model, data: RunData) -> Samples | None:
-    """Returns what makes samples of `evaluate.prompts`, None without them. Raises InputError for a prompt
-    that is too long, or parameters in host memory that have no room beside a step."""
-    if not config.evaluate.prompts:
-        return None
-    which = f"evaluate.prompts = {config.evaluate.prompts!r}"
-    require(jax.process_count() == 1, f"{which}: are continued by a run of one process alone; leave them out")
-    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    if config.offload.layered and memory:
-        size = model.parameters * model.ops.compute.itemsize / model.ops.layout.mesh.size
-        said = (
-            f"{which}: with {offloaded(config)} the whole model is fetched for them, and {size / 2**30:.1f}"
-        )
-        require(
-            size < memory / 2,
-            f"{said} GiB have no room beside a step; use `python -m jaxthru.generate` on a checkpoint",
-        )
-    base = Path(config.model.pretrained or "").expanduser()
-    stop = read_generation_defaults(base).stop if config.model.pretrained else ()
-    return Samples(config.evaluate, model, data.tokenizer, config.model.longest, config.train.seed, stop)

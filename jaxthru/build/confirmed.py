@@ -101,19 +101,18 @@ def compile_candidate(
     candidate: Candidate,
     made: Assembled,
     options: dict[str, Any],
-    room: Callable[[], Room] | None,
+    ask_room: Callable[[], Room] | None,
 ) -> Confirmed:
-    """Compiles a candidate, and says whether it fits: at once where `room` is None, for nothing is open.
+    """Compiles a candidate, and says whether it fits: at once where `ask_room` is None, for nothing is open.
 
-    asked: the configuration with what is open. made: of the candidate. room: is asked once it is needed.
+    asked: the configuration with what is open. made: of the candidate. ask_room: asked late, for it waits for
+    XLA to take the device's memory.
     """
     config = candidate.config
-    if room is None or not config.offload.layered:
-        compiled = made.compile(options)
-        if room is None:
-            return Confirmed(candidate, made, compiled, "")
-    room = room().full
+    if ask_room is None:
+        return Confirmed(candidate, made, made.compile(options), "")
     if config.offload.layered:
+        room = ask_room().full
         analyse = lambda traced: traced.lower().compile(compiler_options=options).memory_analysis()  # noqa: E731
         found = fitted(config, asked.offload.level, room, Programs(made, analyse).planned)
         if found is None:
@@ -124,6 +123,7 @@ def compile_candidate(
         made = offloaded(made, config.offload)
         size, compiled = plan.peak_device, made.compile(options)
     else:
+        compiled, room = made.compile(options), ask_room().full
         size = (sizes := Sizes.of(compiled.program.memory_analysis())) and sizes.peak
     if size is None:
         return Confirmed(candidate, made, compiled, f"{candidate.said}: fits by arithmetic")

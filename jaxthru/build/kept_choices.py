@@ -7,29 +7,36 @@ compiled.
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
+import importlib.metadata
+import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-
-import jax
-import jaxlib
+from types import ModuleType
 
 import jaxthru
 import pallas_kernels
+from jaxthru import config as configuration
 from jaxthru.build import choices
 from jaxthru.build.choices import Choice, Documents
-from jaxthru.build.defaults import replaced, searched
+from jaxthru.build.defaults import SEARCHED, get, replaced, searched
 from jaxthru.build.memory_estimate import host_room
 from jaxthru.config import RunConfig
+from jaxthru.models.family import module_of
 from jaxthru.runtime import distributed
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout
 from pallas_kernels.triton_cache import cache_folder
 
+log = logging.getLogger("jaxthru")
+
 SEARCHED_ON = "gpu"
-"""The platform on which `auto` is searched for; elsewhere it costs no time."""
+"""The platform whose choices are kept. On a CPU nothing is searched for, and on a TPU it was not tried."""
+KEPT = {*SEARCHED, "offload.fraction", "train.loss_chunk", "mesh.transfers", "kernels.attention"}
+"""Keys that are found by a search. What changes numbers is none of them, and is chosen at each start."""
+PACKAGES = "jax", "jaxlib", "jax-triton", "triton", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"
+"""Those that change what fits, and which attention can run."""
 
 
 class KeptChoices:
@@ -37,53 +44,67 @@ class KeptChoices:
     nothing is searched for, or JAX keeps nothing on a disk."""
 
     def __init__(self, config: RunConfig, layout: Layout, documents: Callable[[], Documents]):
-        """documents: asks what those of the mix are like; nothing is kept where that is assumed."""
+        """documents: asks what those of the mix are like; nothing is kept where that is assumed. All
+        processes must ask for it in the same order."""
         device, self._path, self.found = layout.mesh.devices.flat[0], None, ()
-        if device.platform != SEARCHED_ON or not searched(config) or (of_mix := documents()).notes:
+        if device.platform != SEARCHED_ON or not searched(config):
             return
-        if folder := cache_folder():
-            versions = jax.__version__, jaxlib.__version__, device.client.platform_version, _code()
+        if not (of_mix := documents()).notes and (folder := cache_folder()):
+            versions = device.client.platform_version, *map(_version, PACKAGES)
             here = choices.device_name([*layout.mesh.devices.flat]), host_room(config), _compiler_settings()
-            of = hashlib.sha256(repr((config, of_mix, versions, here)).encode())
-            self._path = folder / "choices" / f"{of.hexdigest()[:32]}.json"
+            of = configuration.to_dict(config), of_mix, versions, here, _code(module_of(config.model))
+            self._path = folder / "choices" / f"{hashlib.sha256(repr(of).encode()).hexdigest()[:32]}.json"
         self.found = tuple(Choice(*each) for each in distributed.from_first(self._read))
-
-    @property
-    def reasons(self) -> dict[str, str]:
-        """Reasons of what an earlier start has found, by key."""
-        return {each.key: each.reason for each in self.found}
+        if self.found:
+            log.debug("auto: as an earlier start chose (%s)", self._path)
 
     def settled(self, config: RunConfig) -> RunConfig:
-        """Returns a configuration with what an earlier start has found."""
-        return replaced(config, {each.key: each.chosen for each in self.found})
+        """Returns a configuration with what an earlier start has found of what it leaves open."""
+        values = {each.key: each.chosen for each in self.found}
+        named = {key for key in values if get(config, key) != "auto"} - {"offload.fraction"}
+        return replaced(config, {key: value for key, value in values.items() if key not in named})
+
+    def reason(self, key: str) -> str:
+        """Returns why it was chosen; nothing for what was not."""
+        return next((each.reason for each in self.found if each.key == key), "")
 
     def keep(self, made: Iterable[Choice]) -> None:
         """Keeps what this start has chosen; but not which kernels can run here, which tracing finds."""
+        found = [each for each in made if each.key in KEPT and each.reason != choices.CAN_RUN]
         if self._path and not self.found and distributed.is_primary():
             with contextlib.suppress(InputError):  # without it, the next start searches too
-                choices.write(self._path, [each for each in made if each.reason != choices.CAN_RUN])
+                choices.write(self._path, found)
 
     def drop(self) -> None:
-        """Forgets what an earlier start has found, for it does not fit."""
+        """Forgets what an earlier start has found."""
+        self.found = ()
         if self._path and distributed.is_primary():
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of a folder that is read alone: it is found again, in vain
+                self._path.unlink(missing_ok=True)
 
     def _read(self) -> list[tuple]:
-        with contextlib.suppress(InputError):  # of a file that is damaged
+        with contextlib.suppress(InputError, OSError):  # of a file that is damaged, or not to be read
             return [dataclasses.astuple(each) for each in choices.read(self._path)] if self._path else []
         return []
 
 
-@functools.cache
-def _code() -> str:
-    """Returns a digest that changes with the code and the tables that choices are made by."""
-    digest = hashlib.sha256()
+def _code(family: ModuleType) -> str:
+    """Returns a digest that changes with the code and the tables that choices are made by, and with a family
+    of the user's own."""
+    digest, files = hashlib.sha256(), [Path(family.__file__)]
     for package in (jaxthru, pallas_kernels):
         folder = Path(package.__file__).parent
-        for path in sorted(each for each in folder.rglob("*") if each.suffix in (".py", ".json")):
-            found = path.stat()
-            digest.update(f"{path.relative_to(folder)} {found.st_size} {found.st_mtime_ns}\n".encode())
+        files += sorted(each for each in folder.rglob("*") if each.suffix in (".py", ".json"))
+    for path in files:
+        found = path.stat()
+        digest.update(f"{path} {found.st_size} {found.st_mtime_ns}\n".encode())
     return digest.hexdigest()
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def _compiler_settings() -> list[tuple[str, str]]:

@@ -83,7 +83,9 @@ def least(
     first = _first_that_fits(min(1, most), most, room, lambda hosted: at(hosted)[0])
     if first is None or at(first)[1] >= below:
         return None
-    last = bisect.bisect_left(range(most + 1), below, key=lambda hosted: at(hosted)[1]) - 1
+    last = most
+    if below < math.inf:
+        last = bisect.bisect_left(range(most + 1), below, lo=first, key=lambda hosted: at(hosted)[1]) - 1
     first = _first_that_fits(first, last, room, lambda hosted: at(hosted, room.device)[0])
     if first is None:
         return None
@@ -93,10 +95,10 @@ def least(
 
 def _first_that_fits(low: int, high: int, room: Room, plan: Callable[[int], MemoryPlan]) -> int | None:
     """Returns the least number of stages on the host, of `low` to `high`, whose plan fits the device; None
-    where none does, or one that does not is too much for the host already.
+    where `high` does not, or one that does not fit is too much for the host already.
 
     A stage more on the host takes about the same from the device each time: the place is guessed from a line
-    twice, and halved from then on.
+    twice, and halved from then on. Where plans with gaps do not fall steadily it may be a stage too many.
     """
     if plan(low).peak_device <= room.device:
         return low
@@ -109,7 +111,7 @@ def _first_that_fits(low: int, high: int, room: Room, plan: Callable[[int], Memo
         middle = (low + high) // 2
         if guesses:
             over, under = (plan(step).peak_device for step in (low, high))
-            middle = low + math.ceil((high - low) * (over - room.device) / max(over - under, 1))
+            middle = low + math.ceil((high - low) * (over - room.device) / (over - under))
             middle, guesses = min(max(middle, low + 1), high - 1), guesses - 1
         if plan(middle).peak_device <= room.device:
             high = middle
@@ -152,8 +154,8 @@ def fitted(
 
 
 GAPS = 1.05
-"""How many times the bytes of its arrays a step of several programs needs, with the gaps between them: 1.04
-to 1.06 where nearly all of an H200 was planned for, which is where it matters (docs/lab/memory.md)."""
+"""How many times the bytes of its arrays a step of several programs is taken to need, with the gaps between
+them: 1.04 to 1.08 for 32 layers of Llama 3 8B that fill an H200, and more where a large array has no room."""
 
 
 def by_arithmetic(
@@ -170,7 +172,7 @@ def by_arithmetic(
         tried = dataclasses.replace(config, offload=offload)
         of = {"devices": devices, "segments": segments, "memory": memory * placed}
         plan, moved = estimate(tried, resident=resident, **of)
-        return (plan.with_more(GAPS) if offload.layered and not placed else plan), moved
+        return (plan.scaled(GAPS) if offload.layered and not placed else plan), moved
 
     return planned
 

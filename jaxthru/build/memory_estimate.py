@@ -51,7 +51,7 @@ class MemoryPlan:
     peak_host: int
     notes: tuple[str, ...] = ()
 
-    def with_more(self, times: float) -> "MemoryPlan":
+    def scaled(self, times: float) -> "MemoryPlan":
         """Returns it with so many times the bytes on the device; what is more is `other`."""
         more = round((times - 1) * self.peak_device)
         device = self.device | {"other": self.device["other"] + more}

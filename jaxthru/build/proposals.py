@@ -24,7 +24,7 @@ from jaxthru.build.least_offload import (
     ruling_out,
     with_least_offload,
 )
-from jaxthru.build.memory_estimate import MemoryPlan, Room
+from jaxthru.build.memory_estimate import MemoryPlan, Room, estimate
 from jaxthru.build.step import needed_flops
 from jaxthru.build.transfers_choice import ways
 from jaxthru.config import RunConfig
@@ -97,7 +97,9 @@ def candidates(
     a start asks."""
     try:
         yield from copy.copy(_candidates(config, room, devices, segments, gpu))
-    except (Exception, KeyboardInterrupt):
+    except GeneratorExit:
+        raise
+    except BaseException:
         _candidates.cache_clear()  # what was interrupted would end there for all who ask again
         raise
 
@@ -113,8 +115,8 @@ def _candidates(config: RunConfig, room: Room, devices: int, segments: int, gpu:
 def fits_as_one_program(config: RunConfig, room: Room, *, devices: int = 1, segments: int = 1) -> bool:
     """Says whether by arithmetic a step of one program fits that computes again all that the configuration
     lets it: one estimate, where to find the fastest takes seconds."""
-    tried = [*_resident(config, True)][-1:]
-    plans = (by_arithmetic(one, devices, segments)(one.offload)[0] for one in tried)
+    smallest = [*_resident(config, True)][-1:]
+    plans = (estimate(one, devices=devices, segments=segments)[0] for one in smallest)
     return any(room.full.holds(plan) for plan in plans)
 
 
@@ -149,7 +151,7 @@ def likeliest(found: Iterable[Candidate], room: Room) -> Iterator[Candidate]:
     smallest of each form, for one that does not fit as compiled says as much of the others."""
     near: dict[tuple[str, bool], Candidate] = {}
     for one in found:
-        if room.holds(one.plan):
+        if (room.full if one.config.offload.layered else room).holds(one.plan):
             yield one
         elif _at_most(room).holds(one.plan):
             form = one.config.model.loop, one.config.offload.layered

@@ -102,14 +102,15 @@ class StepTimer:
             self._waits["host_gap_seconds"] += self._called - self._idle_since
             self._idle_since = None
 
-    def dispatched(self, step: int, metrics: Terms, waited: bool = False) -> None:
-        """Books the step before, while the device is at this one. waited: for this one, which is then booked
-        too: a program is waited for when it runs first."""
+    def dispatched(self, step: int, metrics: Terms, first: bool = False) -> None:
+        """Books the step before, while the device is at this one. first: of a program, which is waited for
+        when it runs first, and so is booked, too."""
         ended = self._watcher.submit(self._ended, metrics["loss"])
         self.finish_step()
         self._pending = (step, metrics, ended)
-        if waited:
+        if first:
             self.finish_step()
+            self._idle_since = self._clock
 
     def finish_step(self) -> None:
         """Waits for the last step dispatched and books it. Raises TrainingError at the skip limit."""

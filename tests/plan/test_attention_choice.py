@@ -118,6 +118,29 @@ def test_where_its_workspace_has_no_room_the_slower_attention_makes_the_faster_s
     assert chosen(60.0, 4000.0, *resident)[0] == "cudnn_packed", "Triton's would not fit either"
 
 
+@pytest.mark.parametrize(
+    ("fastest", "moved", "taken", "said"),
+    [
+        (1.02, 0, "triton", "would take 2% longer"),
+        (1.005, 0, "cudnn_packed", ""),
+        (1.0, 1, "triton", "would take as long"),  # with more on the host, which has to be pinned
+        (0.995, 1, "triton", "would take as long"),
+        (0.98, 1, "cudnn_packed", ""),
+    ],
+)
+def test_of_attentions_as_fast_the_one_with_less_on_the_host_is_taken(
+    monkeypatch, fastest, moved, taken, said
+):
+    step = {"near": False, "said": "its settings"}
+    first = types.SimpleNamespace(seconds=fastest, moved=moved, **step)
+    second = types.SimpleNamespace(seconds=0.9, moved=0, **step)
+    found = {"cudnn_packed": first, "triton": second}
+    monkeypatch.setattr(attention_choice, "candidates", lambda config, *_, **how: iter([found[config]]))
+    monkeypatch.setattr(attention_choice, "least_seconds", lambda *_: 0.5)
+    why = attention_choice._no_room("cudnn_packed", "triton", 0.1, None, layout_of(load(), 1), 32)
+    assert bool(why) == (taken == "triton") and why.endswith(said)
+
+
 def test_what_refuses_on_this_gpu_is_not_taken(monkeypatch):
     monkeypatch.setattr(measured, "TABLE", table((128, 8192, 500, "triton")))
     for module in (dispatch, triton):

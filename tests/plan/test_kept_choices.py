@@ -1,6 +1,8 @@
 """What `auto` was settled to is kept for the next start: as on a GPU, on a CPU whose choices are kept too."""
 
 import dataclasses
+import importlib
+from pathlib import Path
 
 import jax
 import pytest
@@ -8,7 +10,7 @@ import tiny
 
 import jaxthru
 from jaxthru import config as configuration
-from jaxthru.build import choices, compiled, kept_choices, proposals
+from jaxthru.build import choices, compiled, confirmed, kept_choices, proposals
 from jaxthru.build.checks import validate
 from jaxthru.build.choices import Choice, Documents
 from jaxthru.build.compiled import compile_step, fit_here
@@ -85,7 +87,7 @@ def test_what_choices_depend_on_is_part_of_their_name(kept, monkeypatch):
         other.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
         assert not kept().found
     with monkeypatch.context() as other:
-        other.setattr(kept_choices, "_code", lambda: "another")
+        other.setattr(kept_choices, "_code", lambda family: "another")
         assert not kept().found
     assert kept().found == ROWS
 
@@ -95,12 +97,74 @@ def test_assumed_documents_keep_nothing(kept, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_fits_no_more_is_forgotten(starts):
+def test_another_family_is_another_model(kept, monkeypatch, tmp_path):
+    (tmp_path / "a_family.py").write_text(
+        "import dataclasses\nfrom jaxthru.models import llama\nfrom jaxthru.models.llama import *\n"
+        "@dataclasses.dataclass(frozen=True)\nclass Config(llama.Config): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    theirs = importlib.import_module("a_family")
+    config = dataclasses.replace(jaxthru.RunConfig(), model=theirs.Config())
+    assert repr(config) == repr(jaxthru.RunConfig())
+    layout = validate(config, jax.devices()[:1])
+    kept().keep(ROWS)
+    assert not kept_choices.KeptChoices(config, layout, lambda: DOCUMENTS).found
+
+
+def test_what_is_named_and_what_changes_numbers_is_left_alone(kept):
+    values = {"optim.state": "int8", "remat.policy": "gate", "offload.level": "optimizer"}
+    values |= {"offload.fraction": 0.25, "kernels.attention": "triton", "kernels.rms_norm": "triton"}
+    why = {"kernels.rms_norm": choices.CAN_RUN}
+    kept().keep(Choice(key, "auto", value, why.get(key, "why"), "") for key, value in values.items())
+    found, config = kept(), jaxthru.RunConfig()
+    settled = found.settled(config)
+    assert (settled.offload.level, settled.offload.fraction) == ("optimizer", 0.25)
+    assert (settled.remat.policy, settled.kernels.attention) == ("gate", "triton")
+    assert (settled.optim.state, settled.kernels.rms_norm) == ("auto", "auto")
+    assert (found.reason("kernels.attention"), found.reason("kernels.rms_norm")) == ("why", "")
+    named = configuration.changed(config, ["remat.policy=full", "kernels.attention=xla"])
+    settled = found.settled(named)
+    assert (settled.remat.policy, settled.kernels.attention) == ("full", "xla")
+
+
+def test_all_processes_ask_the_first(kept, monkeypatch):
+    """One may see a store that another does not see yet."""
+    asked = []
+    monkeypatch.setattr(
+        kept_choices.distributed, "from_first", lambda call: asked.append(call()) or asked[-1]
+    )
+    kept(documents=DOCUMENTS._replace(notes=("the corpus is not prepared",)))
+    kept()
+    assert asked == [[], []]
+
+
+def test_what_fits_no_more_is_forgotten(starts, monkeypatch):
     start, files = starts
     start()
+    with monkeypatch.context() as read_only:
+        read_only.setattr(Path, "unlink", lambda *_, **how: (_ for _ in ()).throw(PermissionError()))
+        with pytest.raises(InputError, match="nothing fits"):
+            start(room=Room(1000, 1000))
+    assert files()
     with pytest.raises(InputError, match="nothing fits"):
         start(room=Room(1000, 1000))
     assert not files()
+
+
+def test_what_is_refused_by_now_is_searched_for_anew(starts, monkeypatch):
+    start, files = starts
+    _, first = start()
+    compiled_before, refused = confirmed.compile_candidate, []
+
+    def refuses(asked, candidate, *rest):
+        if not refused:
+            refused.append(candidate.config.remat.policy)
+            raise InputError("kernels.attention = 'triton': needs jax-triton")
+        return compiled_before(asked, candidate, *rest)
+
+    monkeypatch.setattr(confirmed, "compile_candidate", refuses)
+    _, second = start()
+    assert refused == [first.config.remat.policy] and second.choices == first.choices and len(files()) == 1
 
 
 def test_a_damaged_file_is_as_good_as_none(starts):

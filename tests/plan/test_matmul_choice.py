@@ -186,7 +186,7 @@ def test_what_was_taken_is_said_and_recorded(monkeypatch, caplog):
 def test_one_start_searches_once(monkeypatch):
     """What `fit_here` has found is what `compile_step` begins with, unless the data is another."""
     config, searches = small(compute="float32"), []
-    monkeypatch.setattr(choices, "room_here", lambda config: Room(2**30 + 1, 2**30))  # not of another test
+    monkeypatch.setattr(choices, "room_here", lambda config: Room(2**30, 2**30))
     monkeypatch.setattr(choices, "documents", lambda config: choices.Documents(tiny.Data.segments, 1))
 
     def counted(config, room, devices, segments, *rest):
@@ -216,7 +216,7 @@ def test_where_a_step_of_one_program_fits_data_is_prepared_without_a_search(monk
 
 
 def test_an_interrupted_search_is_begun_anew(monkeypatch):
-    config, room, by_speed = small(compute="float32"), Room(2**30 + 2, 2**30), proposals._by_speed
+    config, room, by_speed = small(compute="float32"), Room(2**30, 2**30), proposals._by_speed
     monkeypatch.setattr(proposals, "_by_speed", lambda *_: (_ for _ in [0]).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         next(candidates(config, room))

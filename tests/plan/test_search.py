@@ -88,6 +88,21 @@ def test_the_search_chooses_what_it_chose(bench, commit, number, monkeypatch):
     assert said == CHOSEN[commit, number]
 
 
+@pytest.mark.parametrize(
+    ("number", "taken"),
+    [(0, ("none", "none", 0)), (2, ("attention", "optimizer", 40))],
+    ids=["fits", "offloads"],
+)
+def test_gaps_are_proposed_for(bench, number, taken):
+    """By bytes alone the second would be `gate` at level `parameters`, which copies hardly take longer."""
+    config = drawn(bench, "714cf85bbbbb", number)
+    found = next(candidates(config, ROOM, segments=32))
+    offload, parts = found.config.offload, config.model.layers + 2
+    hosted = round(offload.fraction * parts) if offload.layered else 0
+    assert (found.config.remat.policy, offload.level, hosted) == taken
+    assert ROOM.full.holds(found.plan)
+
+
 class Gaps:
     """A step of 10 stages of 10 GiB, of which those on the host take none of the device; by bytes, and with
     the gaps that `gaps` says of so many on the host, in GiB. asked: of each rehearsal, how many are there."""

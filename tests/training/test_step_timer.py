@@ -90,14 +90,18 @@ def test_a_wait_belongs_to_the_step_that_finishes_next():
     assert first["loss_by_source"] == {"a": 1.0, "b": None}
 
 
-def test_a_step_that_was_waited_for_is_told_of_at_once():
+def test_the_first_step_is_told_of_at_once_and_what_follows_is_a_gap(later):
     listener = Listener()
     made = step_timer(listener)
-    made.dispatched(1, metrics(), waited=True)
-    assert [row["step"] for row in listener.rows] == [1]
+    later(5.0)
+    made.dispatched(1, metrics(), first=True)
+    assert [(row["step"], row["step_seconds"]) for row in listener.rows] == [(1, 5.0)]
+    later(0.25)  # in which its row is written and shown, and the next batch is placed
+    made.dispatching()
+    later(1.0)
     made.dispatched(2, metrics())
-    made.dispatched(3, metrics())
-    assert [row["step"] for row in listener.rows] == [1, 2]
+    made.finish_step()
+    assert (listener.rows[1]["step_seconds"], listener.rows[1]["host_gap_seconds"]) == (1.25, 0.25)
 
 
 def test_what_a_model_adds_is_passed_on_by_its_name():
