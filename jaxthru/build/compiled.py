@@ -1,6 +1,5 @@
 """A configuration as it runs on these devices: its step, compiled, with the data and the state for it."""
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -243,9 +242,13 @@ def compile_step(
                 return None
             return found.candidate, found.with_kernels(kernels)
 
-        tried, fits = choices.proposed(config, layout, room, segments), None
-        with contextlib.suppress(*[InputError] * bool(kept.found)):  # a search may find a way around
-            fits = confirmed.fastest(tried, confirm)
+        try:
+            fits = confirmed.fastest(choices.proposed(config, layout, room, segments), confirm)
+        except InputError as error:
+            if not kept.found:
+                raise
+            log.info("auto: what an earlier start chose is refused, and searched for anew: %s", error)
+            fits = None
         if fits is not None:
             beside.wait()
     if fits is None and kept.found:
