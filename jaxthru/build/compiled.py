@@ -149,15 +149,15 @@ class Build:
 
 
 def announce(parameters: int, layout: Layout, settings: str) -> None:
-    """Logs what is about to be compiled, and for which devices. settings: that were chosen, if any were."""
+    """Logs what is about to be compiled, and for which devices. settings: of memory and speed."""
     mesh = layout.mesh
     log.info(
-        "compiling the step: %s parameters on %d × %s (%s)%s ...",
+        "compiling the step: %s parameters on %d × %s (%s): %s ...",
         f"{parameters:,}",
         mesh.size,
         mesh.devices.flat[0].device_kind,
         " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
-        settings and f": {settings}",
+        settings,
     )
 
 
@@ -215,7 +215,7 @@ def compile_step(
     """
     check_vocabulary(config, data.vocabulary)
     check_objective(config, data.units)
-    asked, segments, sources = asked or config, data.segments, len(data.names)
+    asked, segments = asked or config, data.segments
     given, kept = config, kept or KeptChoices(config, layout, lambda: choices.documents_of(data))
     config, reasons = _settled(config, asked, layout, data, kept)
     anew = xla.nothing_kept(autotuned is not None)
@@ -227,21 +227,11 @@ def compile_step(
     def options(made: Assembled) -> dict[str, Any]:
         return made.step.model.compiler_options(config.train.deterministic, autotuned)
 
+    def compiled(candidate: Candidate, made: Assembled) -> Confirmed:
+        return anew(confirmed.compile_candidate)(config, candidate, made, options(made), ask_room)
+
     with Beside(config, segments, fresh and weights is None, evaluated, checked) as beside:
-
-        def confirm(candidate: Candidate) -> tuple[Candidate, Confirmed] | None:
-            of_data = {"segments": segments, "sources": sources, "masked": data.masked}
-            made = assemble(candidate.config, layout, **of_data, attention=attention_by(config))
-            samples_of(candidate.config, made.step.objective.model, data)  # refuses prompts before the work
-            announce(made.step.model.parameters, layout, candidate.said if ask_room else "")
-            beside.start(made)
-            with refusals_named(config), dispatch.noted() as kernels:
-                found = anew(confirmed.compile_candidate)(config, candidate, made, options(made), ask_room)
-            if found.compiled is None:
-                log.info("%s", found.reason)
-                return None
-            return found.candidate, found.with_kernels(kernels)
-
+        confirm = functools.partial(_confirm, config, layout, data, beside, compiled)
         try:
             fits = confirmed.fastest(choices.proposed(config, layout, room, segments), confirm)
         except InputError as error:
@@ -282,6 +272,28 @@ def compile_step(
         decisions,
         beside.first_state(made),
     )
+
+
+def _confirm(
+    config: RunConfig,
+    layout: Layout,
+    data: RunData,
+    beside: Beside,
+    compiled: Callable[[Candidate, Assembled], Confirmed],
+    candidate: Candidate,
+) -> tuple[Candidate, Confirmed] | None:
+    """Returns a candidate as compiled, see `confirmed.fastest`, and begins what is compiled beside it."""
+    of_data = {"segments": data.segments, "sources": len(data.names), "masked": data.masked}
+    made = assemble(candidate.config, layout, **of_data, attention=attention_by(config))
+    samples_of(candidate.config, made.step.objective.model, data)  # refuses prompts before the work
+    announce(made.step.model.parameters, layout, candidate.said)
+    beside.start(made)
+    with refusals_named(config), dispatch.noted() as kernels:
+        found = compiled(candidate, made)
+    if found.compiled is None:
+        log.info("%s", found.reason)
+        return None
+    return found.candidate, found.with_kernels(kernels)
 
 
 def _settled(
