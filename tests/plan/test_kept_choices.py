@@ -167,14 +167,15 @@ def test_what_is_refused_by_now_is_searched_for_anew(starts, monkeypatch):
     assert refused == [first.config.remat.policy] and second.choices == first.choices and len(files()) == 1
 
 
-def test_a_damaged_file_is_as_good_as_none(starts):
-    start, files = starts
-    _, first = start()
-    (file,) = files()
+def test_a_damaged_file_is_as_good_as_none(kept, tmp_path):
+    kept().keep(ROWS)
+    (file,) = (tmp_path / "choices").iterdir()
     whole = file.read_bytes()
     file.write_bytes(whole[:40])
-    searched, second = start()
-    assert searched == 1 and second.choices == first.choices and file.read_bytes() == whole
+    again = kept()
+    assert not again.found
+    again.keep(ROWS)
+    assert file.read_bytes() == whole and kept().found == ROWS
 
 
 def test_on_a_cpu_nothing_is_kept(monkeypatch, tmp_path):
