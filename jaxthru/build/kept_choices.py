@@ -7,8 +7,8 @@ compiled.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
-import importlib.metadata
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -27,6 +27,7 @@ from jaxthru.models.family import module_of
 from jaxthru.runtime import distributed
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout
+from jaxthru.training.environment import version_of
 from pallas_kernels.triton_cache import cache_folder
 
 log = logging.getLogger("jaxthru")
@@ -50,7 +51,7 @@ class KeptChoices:
         if device.platform != SEARCHED_ON or not searched(config):
             return
         if not (of_mix := documents()).notes and (folder := cache_folder()):
-            versions = device.client.platform_version, *map(_version, PACKAGES)
+            versions = device.client.platform_version, *map(version_of, PACKAGES)
             here = choices.device_name([*layout.mesh.devices.flat]), host_room(config), _compiler_settings()
             of = configuration.to_dict(config), of_mix, versions, here, _code(module_of(config.model))
             self._path = folder / "choices" / f"{hashlib.sha256(repr(of).encode()).hexdigest()[:32]}.json"
@@ -88,9 +89,10 @@ class KeptChoices:
         return []
 
 
+@functools.cache
 def _code(family: ModuleType) -> str:
     """Returns a digest that changes with the code and the tables that choices are made by, and with a family
-    of the user's own."""
+    of the user's own. Remembered: a start asks before and after its data is prepared."""
     digest, files = hashlib.sha256(), [Path(family.__file__)]
     for package in (jaxthru, pallas_kernels):
         folder = Path(package.__file__).parent
@@ -99,12 +101,6 @@ def _code(family: ModuleType) -> str:
         found = path.stat()
         digest.update(f"{path} {found.st_size} {found.st_mtime_ns}\n".encode())
     return digest.hexdigest()
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
 
 
 def _compiler_settings() -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ def environment() -> dict[str, Any]:
     devices = jax.devices()
     return {
         "python": platform.python_version(),
-        "versions": {package: _version(package) for package in PACKAGES},
+        "versions": {package: version_of(package) for package in PACKAGES},
         "platform": platform.platform(),
         "backend": devices[0].client.platform_version,
         "devices": {"kind": devices[0].device_kind, "count": len(devices)},
@@ -30,7 +30,8 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Returns the version of a package, None of one that is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
