@@ -63,23 +63,49 @@ def limit(needed: int, allowed: int) -> None:
 
 @functools.cache  # what a process has reserved stays in its pool
 def reserve(size: int) -> None:
-    """Has XLA's pool of pinned host memory hold `size` bytes from now on, or its limit, as one region.
+    """Has XLA's pool of pinned host memory hold `size` bytes from now on, or its limit, in `regions`.
 
     By itself it grows when an array finds no gap that is large enough, which may be in the twentieth step:
     the system then pins 8 GiB in 5 s, or 32 in 18 (an H200's host), while the device waits.
     XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE would take all of it twice: XLA has two such pools, of which the
     other only stages copies.
     """
-    rows = (min(size, _present() << 30) - 1) >> 30  # less than the limit: a little is in use by now
     host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
     started = time.monotonic()
+    taken = regions(size, _present())
+    log.info("pinning %d GiB of host memory ...", sum(taken))
+    held = []  # until the last is there: a gap in one would serve for the next
     try:
-        jax.jit(lambda: jax.lax.empty((rows, 1 << 30), jnp.uint8), out_shardings=host)().block_until_ready()
+        for region in taken:
+            # One GiB less: of the last region a little is in use by now, if the limit is what sizes it.
+            shape = (region - 1, 1 << 30)
+            make = jax.jit(functools.partial(jax.lax.empty, shape, jnp.uint8), out_shardings=host)
+            held.append(make().block_until_ready())
     except jax.errors.JaxRuntimeError as error:
         why = str(error).partition("\n")[0]
-        log.warning("could not pin %d GiB of host memory at once; steps may wait for it: %s", rows, why)
+        log.warning("could not pin %d GiB of host memory at once; steps may wait for it: %s", sum(taken), why)
     else:
-        log.info("pinned %d GiB of host memory in %.0f s", rows, time.monotonic() - started)
+        log.info("pinned %d GiB of host memory in %.0f s", sum(taken), time.monotonic() - started)
+
+
+SMALLEST = 4  # GiB of a region: arrays end where it ends, so that several small ones would be of no use
+
+
+def regions(size: int, limit: int) -> list[int]:
+    """Returns the GiB of at most four regions for `size` bytes, in the order in which to ask for them.
+
+    limit: of the pool, in GiB. XLA's pool answers a request for which it has no gap by a region of the next
+    power of two, never smaller than the one before, or by all that the limit leaves: 72 GiB at once become
+    128, and the system kills a process that pins more than there is. So they are powers of two, the smallest
+    first, that add up to at most an eighth and 4 GiB more than `size`; one region where the limit is no more
+    than that.
+    """
+    needed = -(-size >> 30)
+    step = max(SMALLEST, 1 << max(needed.bit_length() - 4, 0))
+    total = -(-needed // step) * step
+    if total > limit - SMALLEST:
+        return [limit]
+    return [1 << bit for bit in range(total.bit_length()) if total >> bit & 1]
 
 
 _set_here: dict[str, str] = {}  # variables that `limit` set, with their values

@@ -70,27 +70,56 @@ def test_a_limit_that_comes_too_late_is_not_set_in_vain(fresh, monkeypatch):
         pinned.limit(65 * GIB, 128 * GIB)
 
 
+@pytest.mark.parametrize(
+    ("gib", "limit", "regions"),
+    [
+        (72, 120, [8, 64]),
+        (71.3, 120, [8, 64]),
+        (81, 120, [8, 16, 64]),
+        (45, 120, [16, 32]),
+        (64, 120, [64]),
+        (3, 120, [4]),
+        (72, 74, [74]),  # what the limit is, where it was set for this size
+        (119, 120, [120]),
+        (99, 99, [99]),
+    ],
+)
+def test_what_is_reserved_are_powers_of_two_from_the_smallest_or_the_limit(gib, limit, regions):
+    assert pinned.regions(round(gib * GIB), limit) == regions
+
+
+def test_little_more_than_asked_for_is_reserved_and_never_more_than_the_limit():
+    for gib in range(1, 300):
+        for limit in (gib, gib + 5, 2 * gib + 8):
+            taken = pinned.regions(gib * GIB, limit)
+            assert gib <= sum(taken) <= min(limit, gib * 1.125 + 8), (gib, limit)
+            assert len(taken) <= 4 and taken == sorted(set(taken))
+
+
 @pytest.mark.gpu
-def test_a_reserved_pool_of_pinned_memory_does_not_grow():
+@pytest.mark.parametrize(
+    ("size", "limit", "regions"), [(6, 8, ["8.00GiB"]), (12, 40, ["4.00GiB", "8.00GiB"])]
+)
+def test_a_reserved_pool_of_pinned_memory_does_not_grow(size, limit, regions):
     """XLA's own log says when it does; arrays of many sizes come and go."""
-    script = """
+    script = f"""
 import jax, jax.numpy as jnp
 from jaxthru.runtime import pinned
-pinned.reserve(6 << 30)
+pinned.reserve({size} << 30)
 host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-kept = {}
+kept = {{}}
 for turn in range(60):
     for part in range(5):
         kept.pop(part, None)
         kept[part] = jax.device_put(jnp.zeros(((500 + 77 * (turn * part % 7)) << 20,), jnp.uint8), host)
 jax.block_until_ready(kept)
 """
-    logged = {"TF_CPP_VMODULE": "bfc_allocator=1", "TF_CPP_MIN_LOG_LEVEL": "0", pinned.LIMIT: "8"}
+    logged = {"TF_CPP_VMODULE": "bfc_allocator=1", "TF_CPP_MIN_LOG_LEVEL": "0", pinned.LIMIT: str(limit)}
     ran = subprocess.run(
         [sys.executable, "-c", script], env=os.environ | logged, capture_output=True, text=True, check=True
     )
     grown = re.findall(r"Extending allocation by (\S+) bytes for xla_gpu_host_bfc", ran.stderr)
-    assert [size for size in grown if size.endswith("GiB")] == ["8.00GiB"], grown
+    assert [size for size in grown if size.endswith("GiB")] == regions, grown
 
 
 @pytest.mark.compiles_for("cuda")
