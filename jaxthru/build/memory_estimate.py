@@ -59,8 +59,8 @@ class MemoryPlan:
 
 
 FULL = 0.97
-"""Share of a device's memory that a plan may fill, that of a step of several programs with the gaps between
-its arrays."""
+"""Share of memory that a plan may fill: of a device's, with a step of several programs with the gaps between
+its arrays; of the host's, where gaps are not counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Room:
     @property
     def full(self) -> "Room":
         """What a plan may fill, and beyond which it does not fit."""
-        return dataclasses.replace(self, device=round(FULL * self.device))
+        return dataclasses.replace(self, device=round(FULL * self.device), host=round(FULL * self.host))
 
     def holds(self, plan: MemoryPlan) -> bool:
         """Says whether a plan fits."""
@@ -98,8 +98,9 @@ class Room:
         return short
 
 
-PROCESS = 8 << 30
-"""Bytes of host memory that a process takes beside what it pins: 6 to 7 GiB with CUDA and XLA on an H200."""
+PROCESS = 10 << 30
+"""Bytes of host memory that a process and the system take beside what it pins: 5 to 7 GiB with CUDA and XLA
+on an H200, and what the loader and the copies of a save come to. With 5.9 GiB left it was killed."""
 
 
 def host_room(config: RunConfig) -> int:

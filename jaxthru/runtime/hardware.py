@@ -4,6 +4,7 @@ import hashlib
 import os
 import platform
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -109,9 +110,37 @@ def host_limit_bytes() -> int:
     and of those around it (versions 1 and 2), or all that the machine has.
 
     Some machines show little memory and get more as it is used; there the control group's limit is the true
-    one, though it lies above MemTotal.
+    one, though it lies above MemTotal. Where it lies little above that, the system has kept the rest.
     """
-    limits = []
+    total, limit = _memory_total(), min((limit for _, limit in _groups()), default=None)
+    return total if limit is None or GROWN * limit < total < limit else limit
+
+
+GROWN = 0.75
+"""Share of a limit that a machine whose memory does not grow has at least."""
+
+
+def host_free_bytes() -> int:
+    """Returns the bytes of host memory, swap space included, that this process may still take: the least of
+    what its control groups and the machine have left. What files occupy in memory is given up for it."""
+    total = _memory_total()
+    used = total - (_meminfo("MemAvailable") or total)
+    left = [max(total, host_limit_bytes()) - used]
+    for group, limit in _groups():
+        usage = next((group / name for name in USAGES if (group / name).is_file()), None)
+        if usage is not None:
+            stats = (group / "memory.stat").read_text() if (group / "memory.stat").is_file() else ""
+            whole = "total_" if "total_" in stats else ""  # version 1 has those of the group alone, too
+            files = re.findall(rf"^{whole}(?:in)?active_file (\d+)$", stats, re.M)
+            left.append(limit - int(usage.read_text()) + sum(map(int, files)))
+    return min(left) + (_meminfo("SwapFree") or 0)
+
+
+USAGES = "memory.current", "memory.usage_in_bytes"
+
+
+def _groups() -> Iterator[tuple[Path, int]]:
+    """Yields the control groups that limit this process's memory, with the bytes of each."""
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else []:
         _, controllers, group = line.split(":", 2)
         if controllers == "":
@@ -125,8 +154,7 @@ def host_limit_bytes() -> int:
         for place in (own, *(parent for parent in own.parents if parent.is_relative_to(root))):
             text = (place / name).read_text().strip() if (place / name).is_file() else "max"
             if text != "max" and int(text) < UNLIMITED:
-                limits.append(int(text))
-    return min(limits) if limits else _memory_total()
+                yield place, int(text)
 
 
 UNLIMITED = 1 << 60  # version 1 writes a number near 2**63 for no limit

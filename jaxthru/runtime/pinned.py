@@ -9,6 +9,7 @@ import time
 import jax
 import jax.numpy as jnp
 
+from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import require
 
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -68,11 +69,17 @@ def reserve(size: int) -> None:
     By itself it grows when an array finds no gap that is large enough, which may be in the twentieth step:
     the system then pins 8 GiB in 5 s, or 32 in 18 (an H200's host), while the device waits.
     XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE would take all of it twice: XLA has two such pools, of which the
-    other only stages copies.
+    other only stages copies. Raises InputError where the host has no room left for it.
     """
     host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
     started = time.monotonic()
     taken = regions(size, _present())
+    free = hardware.host_free_bytes()
+    require(
+        sum(taken) << 30 <= free,
+        f"{sum(taken)} GiB of host memory are to be pinned, and {free / 2**30:.1f} are free; end what else "
+        "runs here, or set offload.host_gib, with offload.level = 'auto' or a smaller offload.fraction",
+    )
     log.info("pinning %d GiB of host memory ...", sum(taken))
     held = []  # until the last is there: a gap in one would serve for the next
     try:

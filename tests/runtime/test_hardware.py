@@ -43,6 +43,12 @@ def test_a_limit_above_what_the_machine_shows_is_the_limit(host):
     assert host("0::/a\n", {"a/memory.max": str(128 << 30)}, total_kib=24 << 20) == 128 << 30
 
 
+def test_a_limit_little_above_what_the_machine_has_is_no_limit(host):
+    """The system keeps some of the memory that a machine is sold with."""
+    found = host("0::/a\n", {"a/memory.max": str(128 << 30)}, total_kib=131_981_020)
+    assert found == 131_981_020 << 10
+
+
 @pytest.mark.parametrize("limit", ["max", str(2**63 - 4096)])
 def test_without_a_limit_it_is_all_that_the_machine_has(host, limit):
     assert host("0::/a\n", {"a/memory.max": limit}, total_kib=24 << 20) == 24 << 30
@@ -58,3 +64,46 @@ def test_swap_counts_where_it_is_said(host, tmp_path):
     assert hardware.swap_bytes() == 8 << 10 and hardware.host_limit_bytes() == 100 << 10
     (tmp_path / "meminfo").write_text("MemTotal:  100 kB\n")
     assert hardware.swap_bytes() == 0
+
+
+MEMINFO = "MemTotal: 1000 kB\nMemAvailable: 700 kB\nSwapFree: {swap} kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "swap", "free"),
+    [
+        ({}, 0, 700),
+        ({}, 50, 750),
+        ({"memory.max": 800 << 10, "memory.current": 200 << 10}, 0, 600),
+        ({"memory.max": 950 << 10, "memory.current": 200 << 10}, 0, 700),  # others use the machine, too
+        (
+            {
+                "memory.max": 800 << 10,
+                "memory.current": 500 << 10,
+                "memory.stat": f"anon 5\ninactive_file {100 << 10}\nactive_file {50 << 10}\nshmem 4\n",
+            },
+            0,
+            450,
+        ),
+        ({"memory.max": 8000 << 10, "memory.current": 300 << 10}, 0, 7700),  # it grows as it is used
+    ],
+)
+def test_free_memory_is_the_least_that_any_limit_leaves(host, tmp_path, files, swap, free):
+    host("0::/a\n", {f"a/{name}": str(text) for name, text in files.items()})
+    (tmp_path / "meminfo").write_text(MEMINFO.format(swap=swap))
+    assert hardware.host_free_bytes() == free << 10
+
+
+def test_free_memory_of_version_1_counts_the_files_of_all_groups_within(host, tmp_path):
+    limits = {
+        "memory/job/memory.limit_in_bytes": 900 << 10,
+        "memory/job/memory.usage_in_bytes": 800 << 10,
+        "memory/job/memory.stat": f"inactive_file 1\ntotal_inactive_file {200 << 10}\ntotal_active_file 0\n",
+    }
+    host("4:memory:/job\n", {name: str(text) for name, text in limits.items()})
+    (tmp_path / "meminfo").write_text(MEMINFO.format(swap=0))
+    assert hardware.host_free_bytes() == 300 << 10
+
+
+def test_this_machine_has_some_free():
+    assert 0 < hardware.host_free_bytes() <= hardware.host_limit_bytes() + hardware.swap_bytes()

@@ -96,6 +96,13 @@ def test_little_more_than_asked_for_is_reserved_and_never_more_than_the_limit():
             assert len(taken) <= 4 and taken == sorted(set(taken))
 
 
+def test_what_the_host_has_no_room_for_is_refused_and_not_pinned(monkeypatch):
+    monkeypatch.setenv(pinned.LIMIT, "128")
+    monkeypatch.setattr("jaxthru.runtime.hardware.host_free_bytes", lambda: round(70.5 * GIB))
+    with pytest.raises(InputError, match=r"72 GiB of host memory .* 70.5 are free; .* offload.host_gib"):
+        pinned.reserve.__wrapped__(72 * GIB)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("size", "limit", "regions"), [(6, 8, ["8.00GiB"]), (12, 40, ["4.00GiB", "8.00GiB"])]
