@@ -7,6 +7,7 @@ room for that only by computing more again, or by moving more to the host and ba
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ from jaxthru.build.attention_shapes import shapes_of
 from jaxthru.build.checks import attention_by
 from jaxthru.build.defaults import replaced
 from jaxthru.build.memory_estimate import Room
+from jaxthru.build.memory_sizes import attention_stand_in
 from jaxthru.build.proposals import candidates, least_seconds
+from jaxthru.build.refusal import NothingFits
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.host_pool import RunData
 from jaxthru.engine.model import AttentionShape
@@ -26,6 +29,9 @@ from pallas_kernels.attention import attention, automatic, find_segments, measur
 from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
 
 KEY = "kernels.attention"
+SMALL = "triton"
+"""What needs no workspace."""
+NO_ROOM = "as nothing fits with cuDNN's, which needs a workspace"
 NOTABLE = 0.01
 """By how much longer a step has to be by arithmetic for another attention than the fastest to be taken; or by
 how much shorter at least for the fastest, where that has more on the host."""
@@ -88,13 +94,13 @@ def by_table(
     if not runs(name):
         return config, ""
     fastest, why = replaced(config, {KEY: name}), points[-1].said(config.data.sequence, mean)
-    if name == "cudnn_packed" and room is not None and runs("triton"):
+    if name == "cudnn_packed" and room is not None and runs(SMALL):
         tokens, layers = config.train.rows * config.data.sequence, len(family.chain(config.model).layers)
         longer = max(
-            point.seconds("triton", kind.heads, tokens) - point.seconds(name, kind.heads, tokens)
+            point.seconds(SMALL, kind.heads, tokens) - point.seconds(name, kind.heads, tokens)
             for kind, point in zip(kinds, points, strict=True)
         )
-        other, longer = replaced(config, {KEY: "triton"}), longer * layers / layout.mesh.size
+        other, longer = replaced(config, {KEY: SMALL}), longer * layers / layout.mesh.size
         if instead := _no_room(fastest, other, longer, room, layout, segments):
             return other, f"as {name}, the faster one {why}, needs a workspace: {instead}"
     return fastest, why
@@ -119,6 +125,30 @@ def _no_room(
         return ""
     said = "as long" if slower <= NOTABLE else f"{slower:.0%} longer"
     return f"a step with {first.said} would take {said}"
+
+
+def or_without_workspace[Found](
+    search: Callable[[RunConfig], Found],
+    config: RunConfig,
+    layout: Layout,
+    segments: int,
+    capability: tuple[int, int] | None,
+) -> Found:
+    """Returns what a search finds for a configuration; and where nothing fits with cuDNN's attention, which
+    the configuration does not name, what is found with Triton's. segments, capability: as of `by_table`.
+    Raises NothingFits."""
+    try:
+        return search(config)
+    except NothingFits as error:
+        rows, kinds = shapes_of(config, layout)
+        if (
+            capability is None
+            or attention_by(config, "gpu") != "auto"
+            or not attention_stand_in(error.config, layout, segments)[1]
+            or not all(_runs(SMALL, kind, rows, config, layout, segments) for kind in kinds)
+        ):
+            raise
+        return search(replaced(config, {KEY: SMALL}))
 
 
 def _open(config: RunConfig, segments: int) -> bool:

@@ -20,7 +20,7 @@ from jaxthru.build.attention_choice import mean_document
 from jaxthru.build.defaults import AUTO, NUMERIC, get, plain, replaced
 from jaxthru.build.memory_estimate import Room, host_room
 from jaxthru.build.proposals import Candidate, candidates
-from jaxthru.build.refusal import nothing_fits
+from jaxthru.build.refusal import NothingFits
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import open_data
 from jaxthru.data.loading.host_pool import RunData
@@ -208,8 +208,7 @@ def room_here(config: RunConfig) -> Room:
 def proposed(config: RunConfig, layout: Layout, room: Room | None, segments: int) -> Iterator[Candidate]:
     """Yields what a configuration may become here, see `likeliest`; itself where nothing is open.
 
-    segments: most documents in a row. Raises InputError, with what is short, where nothing is near by
-    arithmetic.
+    segments: most documents in a row. Raises NothingFits where nothing is near by arithmetic.
     """
     if not open_keys(config):
         yield Candidate(config, None, math.inf, 0)  # which is compared with no other
@@ -218,7 +217,7 @@ def proposed(config: RunConfig, layout: Layout, room: Room | None, segments: int
     found = candidates(config, room, devices=devices, segments=segments, gpu=gpu)
     first = next(found, None)
     if first is None:
-        raise InputError(nothing_fits(config, room, devices, segments))
+        raise NothingFits(config, room, devices, segments)
     yield first
     yield from found
 

@@ -1,9 +1,7 @@
 """A configuration as it runs on these devices: its step, compiled, with the data and the state for it."""
 
 import dataclasses
-import functools
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,26 +9,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxthru.build import attention_choice, choices, confirmed, early_choices, pinned_host, transfers_choice
+from jaxthru.build import attention_choice, choices, early_choices, pinned_host
 from jaxthru.build.adapted_weights import published_weights, reader_of
 from jaxthru.build.batches import place, train_batches
 from jaxthru.build.checks import (
-    attention_by,
     check_objective,
     check_vocabulary,
-    refusals_named,
     validate,
 )
 from jaxthru.build.choices import Choice
-from jaxthru.build.compiled_beside import Beside
-from jaxthru.build.confirmed import Confirmed
-from jaxthru.build.defaults import get, replaced
+from jaxthru.build.defaults import replaced
 from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.kept_choices import KeptChoices
 from jaxthru.build.prompt_samples import samples_of
 from jaxthru.build.proposals import Candidate, fits_as_one_program
-from jaxthru.build.refusal import nothing_fits
-from jaxthru.build.step import Assembled, assemble, update_flops
+from jaxthru.build.searched import Found, Search
+from jaxthru.build.step import update_flops
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.host_pool import RunData
 from jaxthru.data.loading.placement import local_rows
@@ -48,10 +42,8 @@ from jaxthru.training.energy import StepEnergy
 from jaxthru.training.evaluate import Evaluation, NoEvaluation
 from jaxthru.training.metrics import Meter
 from jaxthru.training.samples import Samples
-from jaxthru.training.self_check import agree_on_attention
 from jaxthru.training.state import FirstState, state_of_weights, with_base, without_base
 from jaxthru.training.step_timer import StepTimer
-from pallas_kernels import dispatch
 
 log = logging.getLogger("jaxthru")
 
@@ -148,19 +140,6 @@ class Build:
         return local_rows(self.layout.sharding(("batch", "sequence")), rows, self.config.data.sequence)
 
 
-def announce(parameters: int, layout: Layout, settings: str) -> None:
-    """Logs what is about to be compiled, and for which devices. settings: of memory and speed."""
-    mesh = layout.mesh
-    log.info(
-        "compiling the step: %s parameters on %d × %s (%s): %s ...",
-        f"{parameters:,}",
-        mesh.size,
-        mesh.devices.flat[0].device_kind,
-        " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
-        settings,
-    )
-
-
 def build_step(config: RunConfig, data: RunData, devices: list[jax.Device] | None = None) -> Build:
     """Returns the compiled step for a configuration, on all devices or these. Raises InputError if
     configuration, data and devices do not fit each other, or nothing that is `auto` fits the devices."""
@@ -187,8 +166,12 @@ def fit_here(config: RunConfig, devices: list[jax.Device] | None = None, **run: 
     if fits_as_one_program(config, room, devices=layout.mesh.size, segments=found.segments):
         return layout
     capability = attention_choice.capability_of(layout)
-    config, _ = attention_choice.by_table(config, layout, found.segments, found.mean, capability, room)
-    next(choices.proposed(config, layout, room, found.segments))
+
+    def proposed(tried: RunConfig) -> Candidate:
+        tried, _ = attention_choice.by_table(tried, layout, found.segments, found.mean, capability, room)
+        return next(choices.proposed(tried, layout, room, found.segments))
+
+    attention_choice.or_without_workspace(proposed, config, layout, found.segments, capability)
     return layout
 
 
@@ -202,117 +185,46 @@ def compile_step(
     asked: RunConfig | None = None,
     fresh: bool = True,
     checked: bool = False,
-    kept: KeptChoices | None = None,
 ) -> Build:
     """Returns the compiled step of what `choices.resolve` has returned, on its layout: of what that leaves
-    open, the fastest that fits as compiled.
+    open, the fastest that fits as compiled; and has the host memory that it needs pinned.
 
     autotuned: a folder of what autotuning has chosen, by which it is compiled anew. weights: published ones
     to start from. asked: the configuration before anything was chosen. fresh: whether the first state will be
     made. checked: compare attention with its reference. Both are compiled on another thread, while the step
-    is. kept: of an earlier start, by default looked up. Raises InputError, and TrainingError for an attention
-    that is wrong.
+    is. Raises InputError, and TrainingError for an attention that is wrong.
     """
     check_vocabulary(config, data.vocabulary)
     check_objective(config, data.units)
-    asked, segments = asked or config, data.segments
-    given, kept = config, kept or KeptChoices(config, layout, lambda: choices.documents_of(data))
-    config, reasons = _settled(config, asked, layout, data, kept)
-    anew = xla.nothing_kept(autotuned is not None)
-    room = choices.room_here(config) if choices.open_keys(config) else None
-    ask_room = functools.partial(choices.room_here, config) if room or kept.found else None
-    started = time.monotonic()
-    evaluated = fresh and config.evaluate.rows > 0
+    kept = KeptChoices(config, layout, lambda: choices.documents_of(data))
+    search = Search(layout, data, asked or config, kept, autotuned, fresh, weights is None, checked)
 
-    def options(made: Assembled) -> dict[str, Any]:
-        return made.step.model.compiler_options(config.train.deterministic, autotuned)
+    def tried(one: RunConfig) -> Found:
+        return search(one, {} if one is config else {attention_choice.KEY: attention_choice.NO_ROOM})
 
-    def compiled(candidate: Candidate, made: Assembled) -> Confirmed:
-        return anew(confirmed.compile_candidate)(config, candidate, made, options(made), ask_room)
-
-    with Beside(config, segments, fresh and weights is None, evaluated, checked) as beside:
-        confirm = functools.partial(_confirm, config, layout, data, beside, compiled)
+    found = None
+    if kept.found:
         try:
-            fits = confirmed.fastest(choices.proposed(config, layout, room, segments), confirm)
+            found = tried(config)
         except InputError as error:
-            if not kept.found:
-                raise
             log.info("auto: what an earlier start chose is refused, and searched for anew: %s", error)
-            fits = None
-        if fits is not None:
-            beside.wait()
-    if fits is None and kept.found:
-        kept.drop()
-        how = {"asked": asked, "fresh": fresh, "checked": checked, "kept": kept}
-        return compile_step(given, layout, data, autotuned, weights, **how)
-    if fits is None:
-        raise InputError(nothing_fits(config, room, layout.mesh.size, segments))
-    _, found = fits
-    seconds = time.monotonic() - started
-    log.info("compiled in %.1f s%s", seconds, found.reason and f": {found.reason}")
-    if checked:
-        agree_on_attention(found.made.step.model, beside.wrong_attention)
-    pinned_host.reserve(found.config, list(layout.mesh.devices.flat))
-    made, chosen = found.made, found.config
-    devices = list(layout.mesh.devices.flat)
-    decisions = choices.made(asked, chosen, found.reason, devices, reasons)
-    kept.keep(decisions)
-    recompile = lambda more: anew(made.compile)(options(made) | more)  # noqa: E731
+            kept.drop()
+    if found is None:
+        capability = attention_choice.capability_of(layout)
+        found = attention_choice.or_without_workspace(tried, config, layout, data.segments, capability)
+    chosen, made = found.step.config, found.step.made
+    pinned_host.reserve(chosen, list(layout.mesh.devices.flat))
     return Build(
         chosen,
         data,
         layout,
         made.step,
         made.abstract,
-        found.compiled,
-        seconds,
-        recompile,
+        found.step.compiled,
+        found.seconds,
+        found.recompile,
         weights,
         samples_of(chosen, made.step.objective.model, data),
-        decisions,
-        beside.first_state(made),
+        found.decisions,
+        found.first,
     )
-
-
-def _confirm(
-    config: RunConfig,
-    layout: Layout,
-    data: RunData,
-    beside: Beside,
-    compiled: Callable[[Candidate, Assembled], Confirmed],
-    candidate: Candidate,
-) -> tuple[Candidate, Confirmed] | None:
-    """Returns a candidate as compiled, see `confirmed.fastest`, and begins what is compiled beside it."""
-    of_data = {"segments": data.segments, "sources": len(data.names), "masked": data.masked}
-    made = assemble(candidate.config, layout, **of_data, attention=attention_by(config))
-    samples_of(candidate.config, made.step.objective.model, data)  # refuses prompts before the work
-    announce(made.step.model.parameters, layout, candidate.said)
-    beside.start(made)
-    with refusals_named(config), dispatch.noted() as kernels:
-        found = compiled(candidate, made)
-    if found.compiled is None:
-        log.info("%s", found.reason)
-        return None
-    return found.candidate, found.with_kernels(kernels)
-
-
-def _settled(
-    config: RunConfig, asked: RunConfig, layout: Layout, data: RunData, kept: KeptChoices
-) -> tuple[RunConfig, dict[str, str]]:
-    """Returns a configuration with what is chosen without a compile, and all that an earlier start has found,
-    and the reasons by key; of what needs a compile, they are to be found anew."""
-    before = config
-    config, reasons = early_choices.of_run(config, layout)
-    by_rule = get(before, transfers_choice.KEY) != get(config, transfers_choice.KEY)
-    named, config = get(config, attention_choice.KEY) != "auto", kept.settled(config)
-    room = choices.room_here(config) if choices.open_keys(config) else None
-    config, why = attention_choice.of_run(config, layout, data, room)
-    reasons[attention_choice.KEY] = why or ("" if named else kept.reason(attention_choice.KEY))
-    for key, why in reasons.items():
-        if why:
-            log.info("%s = 'auto' is %r, %s", key, get(config, key), why)
-        elif get(before, key) != get(asked, key):
-            reasons[key] = choices.RECORDED
-    if by_rule:
-        reasons[transfers_choice.KEY] = transfers_choice.REASON
-    return config, reasons

@@ -34,7 +34,7 @@ from jaxthru.engine.rehearsed import Rehearsals
 from jaxthru.models import scopes
 from jaxthru.optim.optimizer import OptimConfig
 from jaxthru.profile.read.buffers import CATEGORIES, Breakdown
-from jaxthru.runtime import hardware
+from jaxthru.runtime import hardware, pinned
 from jaxthru.runtime.sharding import Layout
 from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels import dispatch
@@ -83,24 +83,24 @@ class Room:
     def shortfall(self, plan: MemoryPlan) -> list[str]:
         """Returns the shortfall of a plan, a line for the device and one for the host, each with the settings
         to change."""
-        short = []
-        if plan.peak_device > self.device:
+        short, full = [], self.full
+        if plan.peak_device > full.device:
             short.append(
-                f"does not fit: {gib(plan.peak_device)} GiB on the device, which has {gib(self.device)}; "
+                f"does not fit: {gib(plan.peak_device)} GiB on the device, which has {gib(full.device)}; "
                 "more micro-batches, remat.policy, offload.level or mesh.expert_chunks make it less"
             )
-        if plan.peak_host > self.host:
+        if plan.peak_host > full.host:
             short.append(
                 f"does not fit: {gib(plan.peak_host)} GiB on the host, which may pin "
-                f"{gib(self.host)} (offload.host_gib); optim.state or a smaller offload.fraction makes it "
-                "less"
+                f"{gib(self.host)} (offload.host_gib) and fill {FULL:.0%} of that; optim.state or a smaller "
+                "offload.fraction makes it less"
             )
         return short
 
 
 PROCESS = 10 << 30
-"""Bytes of host memory that a process and the system take beside what it pins: 5 to 7 GiB with CUDA and XLA
-on an H200, and what the loader and the copies of a save come to. With 5.9 GiB left it was killed."""
+"""Bytes of host memory that a process takes beside what it pins: 7 GiB with CUDA and XLA on an H200, and what
+the copies of a save come to."""
 
 
 def host_room(config: RunConfig) -> int:
@@ -109,7 +109,7 @@ def host_room(config: RunConfig) -> int:
     if given:
         return round(given * 2**30)
     limit = hardware.host_limit_bytes()
-    return limit - min(PROCESS, limit // 2)
+    return round((limit - min(PROCESS, limit // 2)) / pinned.COST)
 
 
 def gib(size: float) -> str:

@@ -5,6 +5,15 @@ from jaxthru.build.least_offload import LEVELS, narrower, propose, ruling_out
 from jaxthru.build.memory_estimate import Room, estimate, gib
 from jaxthru.build.proposals import left_open
 from jaxthru.config import RunConfig
+from jaxthru.runtime.errors import InputError
+
+
+class NothingFits(InputError):
+    """Nothing that `auto` may stand for fits. config: what was to be settled, see `nothing_fits`."""
+
+    def __init__(self, config: RunConfig, room: Room, devices: int = 1, segments: int = 1):
+        super().__init__(nothing_fits(config, room, devices, segments))
+        self.config = config
 
 
 def nothing_fits(config: RunConfig, room: Room, devices: int = 1, segments: int = 1) -> str:

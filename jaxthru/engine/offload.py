@@ -40,9 +40,9 @@ class OffloadConfig:
         remat.policy keeps.
     staging_gib: device memory, of all devices together, that state on its way may take in either direction;
         two stages may be in any case.
-    host_gib: host memory to pin at most, GiB; the process takes 6 to 10 beside it. None is the limit of the
-        process's control group, or the machine's memory, less 10. A CPU whose memory grows as it is used
-        shows less than it has: this says how much it has.
+    host_gib: host memory to pin at most, GiB; the process takes 6 to 10 beside it, and the driver 5 % of
+        it. None is what the limit of the process's control group, or the machine's memory, leaves. A CPU
+        whose memory grows as it is used shows less than it has: this says how much it has.
     """
 
     level: Literal["auto", "none", "optimizer", "gradients", "parameters"] = "auto"

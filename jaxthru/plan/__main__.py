@@ -19,7 +19,7 @@ from jaxthru.build.defaults import get
 from jaxthru.build.least_offload import propose
 from jaxthru.build.memory_estimate import MemoryPlan, estimate, gib
 from jaxthru.build.proposals import Candidate, all_candidates, candidates, likeliest, too_large
-from jaxthru.build.refusal import nothing_fits
+from jaxthru.build.refusal import NothingFits
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.dataset import open_data
 from jaxthru.plan import cost_command, goodput_command, limits_command, memory, network_command
@@ -70,27 +70,36 @@ def _memory(arguments: argparse.Namespace) -> int:
     found = choices.Documents(arguments.segments, 1) if arguments.segments else choices.documents(config)
     segments = found.segments
     config, said = early_choices.for_devices(config, layout, target.name, target.capability)
-    how = found.mean, target.capability, room if choices.open_keys(config) else None
-    config, said[attention_choice.KEY] = attention_choice.by_table(config, layout, segments, *how)
-    taken = tuple(f"{key} = auto is {get(config, key)}, {why}" for key, why in said.items() if why)
-    if arguments.best:
-        _show(None, [*taken])
-        return _best(config, target, devices, arguments.segments, segments, room)
-    if not choices.open_keys(config):
-        plan, resident = _plan(config, target, devices, arguments.segments)
-    elif settled := _settled(config, target, devices, arguments.segments, segments, room):
-        config, plan, resident = settled
-    else:
-        _show(None, [*room.said, *taken, nothing_fits(config, room, devices, segments)])
+    of = segments, found.mean, target.capability, room if choices.open_keys(config) else None
+    asked, key = config, attention_choice.KEY
+
+    def planned(tried: RunConfig) -> tuple[RunConfig, MemoryPlan, MemoryPlan | None] | None:
+        config, why = attention_choice.by_table(tried, layout, *of)
+        said[key] = why or (attention_choice.NO_ROOM if tried is not asked else "")
+        how = target, devices, arguments.segments
+        if arguments.best:
+            _show(None, _reasons(config, said))
+            return _best(config, *how, segments, room)
+        return _settled(config, *how, segments, room) if choices.open_keys(config) else _plan(config, *how)
+
+    try:
+        settled = attention_choice.or_without_workspace(planned, asked, layout, segments, target.capability)
+    except NothingFits as error:
+        _show(
+            None, [str(error)] if arguments.best else [*room.said, *_reasons(error.config, said), str(error)]
+        )
         return 1
-    plan = dataclasses.replace(plan, notes=(*taken, *plan.notes))
+    if settled is None:
+        return 0
+    config, plan, resident = settled
+    plan = dataclasses.replace(plan, notes=(*_reasons(config, said), *plan.notes))
     if not aot.available():  # a plan that is compiled says so itself
         plan = dataclasses.replace(plan, notes=(*plan.notes, *found.notes))
     _show(None, [COMPILED if aot.available() else ESTIMATE])
     _show(memory.table(plan), [*room.said, *plan.notes])
     proposals = propose(config, room, resident=resident, devices=devices, segments=segments)
     _show(*memory.proposed(proposals))
-    short = room.full.shortfall(plan)
+    short = room.shortfall(plan)
     fits = f"fits: {gib(plan.peak_device)} of {gib(room.device)} GiB"
     if plan.peak_host:
         fits += f", on the host {gib(plan.peak_host)} of {gib(room.host)}"
@@ -102,16 +111,21 @@ COMPILED = "Memory of a step, compiled for the GPU:"
 ESTIMATE = 'Memory of a step, an estimate by arithmetic: to compile for a GPU, pip install "jaxthru[gpu]"'
 
 
+def _reasons(config: RunConfig, said: dict[str, str]) -> list[str]:
+    """Returns a line for each key that was settled without a compile. said: the reasons by key."""
+    return [f"{key} = auto is {get(config, key)}, {why}" for key, why in said.items() if why]
+
+
 def _settled(
     config, target, devices, segments, known, room
-) -> tuple[RunConfig, MemoryPlan, MemoryPlan | None] | None:
+) -> tuple[RunConfig, MemoryPlan, MemoryPlan | None]:
     """Returns a configuration with what it leaves open as a run on these devices would choose it, and its
-    plan, as `_plan` does; None where nothing fits. segments, known: most documents in a row, as it was asked
-    for, and as it is."""
+    plan, as `_plan` does. segments, known: most documents in a row, as it was asked for, and as it is. Raises
+    NothingFits."""
     tried = candidates(config, room, devices=devices, segments=known)
     confirm = lambda candidate: memory.confirm(config, candidate, target, room, devices, segments)  # noqa: E731
     if (found := fastest(tried, confirm)) is None:
-        return None
+        raise NothingFits(config, room, devices, known)
     asked, config, plan = config, found[0].config, found[1]
     chosen = ", ".join(f"{key} = auto is {get(config, key)}" for key in choices.open_keys(asked))
     layered = f", offload.fraction = {config.offload.fraction:g}" * config.offload.layered
@@ -119,8 +133,8 @@ def _settled(
     return config, plan, None if config.offload.layered or not aot.available() else plan
 
 
-def _best(config, target, devices, segments, known, room) -> int:
-    """Shows all that `auto` may stand for, and compiles the fastest until one fits."""
+def _best(config, target, devices, segments, known, room) -> None:
+    """Shows all that `auto` may stand for, and compiles the fastest until one fits. Raises NothingFits."""
     require(bool(choices.open_keys(config)), "--best: nothing is `auto` in this configuration")
     every, found = all_candidates(config, room, devices, known), {}
 
@@ -141,22 +155,22 @@ def _best(config, target, devices, segments, known, room) -> int:
         [] if aot.available() else ["nothing is compiled here, without JAX's CUDA plugin: fits by arithmetic"]
     )
     table = memory.best_table(rows) if rows else None
-    short = [] if fits else [nothing_fits(config, room, devices, known)]
-    _show(table, [*room.said, *[time] * bool(rows), *less, *short])
-    return 0 if fits else 1
+    _show(table, [*room.said, *[time] * bool(rows), *less])
+    if not fits:
+        raise NothingFits(config, room, devices, known)
 
 
-def _plan(config, target, devices, segments) -> tuple[MemoryPlan, MemoryPlan | None]:
-    """Returns the plan of a configuration, and the same if it is that of the resident step, compiled."""
+def _plan(config, target, devices, segments) -> tuple[RunConfig, MemoryPlan, MemoryPlan | None]:
+    """Returns a configuration, its plan, and the same if it is that of the resident step, compiled."""
     if not aot.available():
         segments = segments or choices.documents(config)[0]
         size = memory.room(config, target).full.device
-        return estimate(config, devices=devices, segments=segments, memory=size)[0], None
+        return config, estimate(config, devices=devices, segments=segments, memory=size)[0], None
     with refusals_named(config):
         if config.offload.layered:
-            return memory.dispatched(config, target, devices, segments), None
+            return config, memory.dispatched(config, target, devices, segments), None
         plan = memory.resident(config, target, devices, segments)
-    return plan, plan
+    return config, plan, plan
 
 
 def _show(table: rich.table.Table | None, lines: list[str]) -> None:

@@ -18,9 +18,11 @@ from jaxthru.build.checks import validate
 from jaxthru.build.compiled import compile_step
 from jaxthru.build.memory_estimate import Room, estimate, layout_of
 from jaxthru.build.memory_sizes import attention_stand_in
+from jaxthru.build.refusal import NothingFits
 from jaxthru.data.loading.dataset import open_data
 from jaxthru.data.mixture.configuration import Mixture
 from jaxthru.data.mixture.packing import pack
+from jaxthru.plan import memory
 from jaxthru.plan.__main__ import main
 from jaxthru.runtime import aot
 from pallas_kernels import dispatch
@@ -297,6 +299,82 @@ def test_a_step_takes_it_and_choices_say_why(small, caplog, tmp_path):
     assert (choice.chosen, choice.reason) == (FAR, choices.RECORDED) and "by the table" not in caplog.text
 
 
+def refused(kept: str, tried: list[str]):
+    """Returns a search for which nothing fits but with one attention. tried: what it was asked for."""
+
+    def search(config, *_, **how):
+        tried.append(config.kernels.attention)
+        if config.kernels.attention != kept:
+            raise NothingFits(config, Room(1 << 30, 1 << 30))
+        return config
+
+    return search
+
+
+def test_where_nothing_fits_with_cudnn_the_small_attention_is_tried():
+    tried, config = [], load("offload.level=none", "remat.policy=auto")
+    how = layout_of(config, 1), 16, HOPPER
+    found = attention_choice.or_without_workspace(refused("triton", tried), config, *how)
+    assert found.kernels.attention == "triton" and tried == ["auto", "triton"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "segments", "capability"),
+    [
+        (["kernels.attention=cudnn_packed"], 16, HOPPER),  # named
+        (["kernels.attention=triton"], 16, HOPPER),
+        (["train.deterministic=true"], 16, HOPPER),  # which takes Triton's
+        ([], 4096, HOPPER),  # for so many documents cuDNN's workspace is too large anyway
+        ([], 16, None),  # another device
+    ],
+)
+def test_where_the_small_attention_would_be_no_other_nothing_fits(settings, segments, capability):
+    tried, config = [], load("offload.level=none", "remat.policy=auto", *settings)
+    layout = layout_of(config, 1)
+    with pytest.raises(NothingFits, match="nothing fits"):
+        attention_choice.or_without_workspace(refused("xla", tried), config, layout, segments, capability)
+    assert len(tried) == 1
+
+
+def test_a_step_that_does_not_fit_as_compiled_is_compiled_with_the_small_attention(
+    small, monkeypatch, caplog
+):
+    config, data = small
+    caplog.set_level("INFO", "jaxthru")
+    proposed, tried = choices.proposed, []
+
+    def none_but_small(config, *how):
+        refused("xla", tried)(config)
+        return proposed(config, *how)
+
+    monkeypatch.setattr(attention_choice, "SMALL", "xla")  # which a CPU can run
+    monkeypatch.setattr(attention_choice, "attention_stand_in", lambda *_: ("a stand-in", 1 << 30))
+    monkeypatch.setattr(choices, "proposed", none_but_small)
+    build = compile_step(config, validate(config, jax.devices()[:1]), data)
+    assert tried == [FAR, "xla"] and build.step.objective.model.ops.attention_by == "xla"
+    (choice,) = [each for each in build.choices if each.key == "kernels.attention"]
+    assert (choice.asked, choice.chosen, choice.reason) == ("auto", "xla", attention_choice.NO_ROOM)
+    assert f"kernels.attention = 'auto' is 'xla', {attention_choice.NO_ROOM}" in caplog.text
+
+
+def test_plan_memory_tries_the_small_attention_too(monkeypatch, capsys):
+    monkeypatch.setattr(aot, "available", lambda: False)
+    monkeypatch.setattr(choices, "documents", lambda config: choices.Documents(32, 1, ("a note",), None))
+    monkeypatch.setattr(memory, "room", lambda *_: Room(118 << 30, 115 << 30))
+    settings = "kernels.attention=auto", "remat.policy=full", "offload.level=none"
+    words = [word for setting in settings for word in ("--set", setting)]
+    asked = ["memory", "--config", str(ROOT / "configs" / "llama3_8b_one_gpu.py"), *words]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert f"kernels.attention = auto is triton, {attention_choice.NO_ROOM}" in said and "fits: " in said
+    assert main([*asked, "--best"]) == 0
+    assert attention_choice.NO_ROOM in capsys.readouterr().out
+    named = [word.replace("attention=auto", "attention=cudnn_packed") for word in asked]
+    assert main(named) == 1
+    said = capsys.readouterr().out
+    assert "nothing fits with optim.state" in said and "triton" not in said
+
+
 def test_what_is_named_wins(small):
     config, data = small
     named = configuration.changed(config, ["kernels.attention=xla"])
@@ -337,7 +415,7 @@ def test_plan_memory_follows_the_table(monkeypatch, capsys, mean):
     monkeypatch.setattr(aot, "available", lambda: False)
     monkeypatch.setattr(choices, "documents", lambda config: choices.Documents(16, 1, ("a note",), mean))
     monkeypatch.setattr(measured, "TABLE", table((128, 8192, 500, "triton")))
-    settings = "model.layers=1", "remat.policy=full", "model.loop=unroll", "offload.level=none"
+    settings = "model.layers=1", "remat.policy=full", "offload.level=none"
     words = [word for each in settings for word in ("--set", each)]
     assert main(["memory", "--config", str(ROOT / "configs" / "llama3_8b_8layer.py"), *words]) == 0
     said = capsys.readouterr().out

@@ -45,7 +45,7 @@ def test_a_model_that_fits_nowhere_is_told_what_it_lacks(settings, capsys):
 
 @pytest.mark.parametrize(("over", "fits"), [(1.05, "yes"), (1.15, "no")])
 def test_what_arithmetic_alone_finds_too_large_is_compiled_for_the_table(over, fits, monkeypatch, capsys):
-    settings = "model.loop=scan", "offload.level=none", "model.layers=4"
+    settings = "model.loop=scan", "offload.level=none", "model.layers=4", "kernels.attention=cudnn_packed"
     path = ROOT / "configs" / "qwen3_0_6b.py"
     size = estimate(configuration.load(path, [*settings, "remat.policy=full"]), segments=8)[0].peak_device
     monkeypatch.setattr(memory, "room", lambda *_: Room(round(size / over), 0))

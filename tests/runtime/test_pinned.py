@@ -98,8 +98,9 @@ def test_little_more_than_asked_for_is_reserved_and_never_more_than_the_limit():
 
 def test_what_the_host_has_no_room_for_is_refused_and_not_pinned(monkeypatch):
     monkeypatch.setenv(pinned.LIMIT, "128")
-    monkeypatch.setattr("jaxthru.runtime.hardware.host_free_bytes", lambda: round(70.5 * GIB))
-    with pytest.raises(InputError, match=r"72 GiB of host memory .* 70.5 are free; .* offload.host_gib"):
+    monkeypatch.setattr("jaxthru.runtime.hardware.host_free_bytes", lambda: round(75 * GIB))
+    said = r"72 GiB of host memory .*105% of that, and 75.0 are free; .* a lower offload.host_gib"
+    with pytest.raises(InputError, match=said):
         pinned.reserve.__wrapped__(72 * GIB)
 
 
