@@ -33,7 +33,7 @@ from jaxthru.runtime.sharding import Layout
 
 log = logging.getLogger("jaxthru")
 
-KEPT_WITH = {"offload.level": ("offload.fraction",)}
+KEPT_WITH = {"offload.level": ("offload.fraction", "offload.staging_gib")}
 """A key -> others that are chosen with it."""
 
 

@@ -34,7 +34,8 @@ log = logging.getLogger("jaxthru")
 
 SEARCHED_ON = "gpu"
 """The platform whose choices are kept. On a CPU nothing is searched for, and on a TPU it was not tried."""
-KEPT = {*SEARCHED, "offload.fraction", "train.loss_chunk", "mesh.transfers", "kernels.attention"}
+WITH_LEVEL = {*choices.KEPT_WITH["offload.level"]}
+KEPT = {*SEARCHED, *WITH_LEVEL, "train.loss_chunk", "mesh.transfers", "kernels.attention"}
 """Keys that are found by a search. What changes numbers is none of them, and is chosen at each start."""
 PACKAGES = "jax", "jaxlib", "jax-triton", "triton", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"
 """Those that change what fits, and which attention can run."""
@@ -62,7 +63,7 @@ class KeptChoices:
     def settled(self, config: RunConfig) -> RunConfig:
         """Returns a configuration with what an earlier start has found of what it leaves open."""
         values = {each.key: each.chosen for each in self.found}
-        named = {key for key in values if get(config, key) != "auto"} - {"offload.fraction"}
+        named = {key for key in values if get(config, key) != "auto"} - WITH_LEVEL
         return replaced(config, {key: value for key, value in values.items() if key not in named})
 
     def reason(self, key: str) -> str:

@@ -76,7 +76,7 @@ class Candidate:
         """Of a step's matmuls and of the copies that they do not hide, to compare candidates by."""
         offload, exact = self.config.offload, self.config.optim.clip_rule == "exact"
         forward = exact and (offload.level, offload.activations) == ("optimizer", "none")
-        hidden = HIDDEN_FORWARD if forward else HIDDEN
+        hidden = (HIDDEN_FORWARD if forward else HIDDEN) if offload.ahead else 0.0
         return self.matmuls + max(0.0, self.moved / PCIE - hidden * self.matmuls)
 
     @property
@@ -84,6 +84,7 @@ class Candidate:
         """Its settings, for people."""
         config = self.config
         offload = f", offload {config.offload.level} {config.offload.fraction:.2g}" * config.offload.layered
+        offload += ", one stage at a time" * (config.offload.layered and not config.offload.ahead)
         copies = ", copies" * config.mesh.copies
         chunks = ", large loss chunks" * (config.train.loss_chunk == "large")
         return f"remat {config.remat.policy}, {config.model.loop}{chunks}{copies}{offload}"
@@ -106,8 +107,9 @@ def candidates(
 
 @functools.lru_cache(maxsize=8)
 def _candidates(config: RunConfig, room: Room, devices: int, segments: int, gpu: bool) -> Iterator[Candidate]:
-    levels = levels_with_room(config, room, devices)
-    found = likeliest(_by_speed(config, room, devices, segments, gpu, levels), room)
+    found = likeliest(
+        _all(config, room, devices, segments, gpu, levels_with_room(config, room, devices)), room
+    )
     (kept,) = itertools.tee(found, 1)  # never advanced itself, so that its copies know all of it
     return kept
 
@@ -143,18 +145,18 @@ def all_candidates(config: RunConfig, room: Room, devices: int = 1, segments: in
     """Returns what a configuration's `auto` may stand for on GPUs, the fastest first; of those that are one
     program also what does not fit."""
     levels = *LEVELS[:1], *levels_with_room(config, room, devices)
-    return [*_by_speed(config, room, devices, segments, True, levels)]
+    return [*_all(config, room, devices, segments, True, levels)]
 
 
 def likeliest(found: Iterable[Candidate], room: Room) -> Iterator[Candidate]:
     """Yields of candidates, the fastest first, those that fit by arithmetic, and behind them near ones: the
     smallest of each form, for one that does not fit as compiled says as much of the others."""
-    near: dict[tuple[str, bool], Candidate] = {}
+    near: dict[tuple[str, bool, int], Candidate] = {}
     for one in found:
         if (room.full if one.config.offload.layered else room).holds(one.plan):
             yield one
         elif _at_most(room).holds(one.plan):
-            form = one.config.model.loop, one.config.offload.layered
+            form = one.config.model.loop, one.config.offload.layered, one.config.offload.ahead
             near[form] = min(near.get(form, one), one, key=_size)
     yield from (dataclasses.replace(one, near=True) for one in sorted(near.values(), key=_size))
 
@@ -170,6 +172,22 @@ def too_large(candidate: Candidate, room: Room) -> bool:
 
 def _at_most(room: Room) -> Room:
     return dataclasses.replace(room, device=round(OVER * room.device))
+
+
+def one_stage_at_a_time(config: RunConfig) -> RunConfig:
+    """Returns a configuration whose offload takes the least memory: no stage is on its way beside another."""
+    return replaced(config, {"offload.staging_gib": 0.0})
+
+
+def _all(
+    config: RunConfig, room: Room, devices: int, segments: int, gpu: bool, levels: tuple[str, ...]
+) -> Iterator[Candidate]:
+    """Yields `_by_speed`, and behind them, where the level of offload is open, those with one stage at a
+    time."""
+    yield from _by_speed(config, room, devices, segments, gpu, levels)
+    if config.offload.level == "auto" and config.offload.ahead and levels[-1:] == LEVELS[-1:]:
+        layered = tuple(level for level in levels if level != LEVELS[0])
+        yield from _by_speed(one_stage_at_a_time(config), room, devices, segments, gpu, layered)
 
 
 def _by_speed(

@@ -3,7 +3,7 @@
 from jaxthru.build.defaults import get, plain, replaced, searched
 from jaxthru.build.least_offload import LEVELS, narrower, propose, ruling_out
 from jaxthru.build.memory_estimate import Room, estimate, gib
-from jaxthru.build.proposals import left_open
+from jaxthru.build.proposals import left_open, one_stage_at_a_time
 from jaxthru.config import RunConfig
 from jaxthru.runtime.errors import InputError
 
@@ -22,6 +22,8 @@ def nothing_fits(config: RunConfig, room: Room, devices: int = 1, segments: int 
     ruling = [f"{key} = {value!r}" for key, value in ruling_out(config).items()]
     most = {"model.loop": "unroll", "remat.policy": "full", "offload.level": LEVELS[0 if ruling else -1]}
     tried = plain(replaced(config, {key: value for key, value in most.items() if get(config, key) == "auto"}))
+    if config.offload.level == "auto":
+        tried = one_stage_at_a_time(tried)
     how = {"devices": devices, "segments": segments}
     plan, _ = estimate(tried, **how)
     left = config.offload.level == "auto"

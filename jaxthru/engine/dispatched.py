@@ -60,12 +60,13 @@ class DispatchedStep:
         """abstract, batch: what it will be called with, where it will lie. compiler: see `compiler_with`.
         put: starts copies, see `move`. With both replaced, the schedule is rehearsed (rehearsed.py)."""
         self.step, self.config, self._put = step, config, put
-        self._move, self._fetched = (functools.partial(function, put=put) for function in (move, Fetched))
+        self._move = functools.partial(move, put=put)
+        self._fetched = functools.partial(Fetched, put=put, ahead=config.ahead)
         self.chain, layout = step.model.chain, step.model.ops.layout
         programs = Programs(step)
         self.held, self.tied = programs.held, self.chain.tied
         self.staging = round(config.staging_gib * 2**30)
-        self.homes, self.stores = Homes.of(config, abstract), Stores(self.staging)
+        self.homes, self.stores = Homes.of(config, abstract), Stores(self.staging, config.ahead)
         weights, slots = split_stages(abstract["params"]), slots_by_stage(abstract)
         self.order = [EMBEDDING, *range(LAYERS, len(weights)), HEAD]
         self.inputs_used = layout.sharding((None, "tokens", None))
@@ -177,7 +178,7 @@ class DispatchedStep:
         fixed, ours = ((each.activations, each.staging_gib) for each in (config, self.config))
         assert fixed == ours, "these are its programs' own"
         other = copy.copy(self)
-        other.homes, other.stores = Homes.of(config, abstract), Stores(self.staging)
+        other.homes, other.stores = Homes.of(config, abstract), Stores(self.staging, config.ahead)
         other.indices = other._numbers(len(self.indices))
         return other
 
@@ -191,7 +192,7 @@ class DispatchedStep:
         With optim.clip_rule = exact the next state is one with a `Pending` update, see there.
         """
         weights, slots, pending = taken(state)
-        counters, layers, pace = counters_of(state), self.order[1:-1], Pace()
+        counters, layers, pace = counters_of(state), self.order[1:-1], Pace(self.config.ahead)
         batch_MRT, context, weight = self.begin(batch, counters["step"])
 
         trees = self._renewed(weights, slots, pending)

@@ -128,7 +128,8 @@ def _settled(
         raise NothingFits(config, room, devices, known)
     asked, config, plan = config, found[0].config, found[1]
     chosen = ", ".join(f"{key} = auto is {get(config, key)}" for key in choices.open_keys(asked))
-    layered = f", offload.fraction = {config.offload.fraction:g}" * config.offload.layered
+    with_level = ("offload.fraction", "offload.staging_gib")[: 1 + (not config.offload.ahead)]
+    layered = "".join(f", {key} = {get(config, key):g}" for key in with_level if config.offload.layered)
     plan = dataclasses.replace(plan, notes=(chosen + layered, *plan.notes))
     return config, plan, None if config.offload.layered or not aot.available() else plan
 
