@@ -120,23 +120,25 @@ def _first_that_fits(low: int, high: int, room: Room, plan: Callable[[int], Memo
     return high
 
 
-def cheapest(config: RunConfig, levels: Sequence[str], room: Room, planned: Planned) -> Proposal | None:
-    """Returns of several levels the one that fits and moves the least."""
+def cheapest(
+    config: RunConfig, levels: Sequence[str], room: Room, planned: Planned, below: float = math.inf
+) -> Proposal | None:
+    """Returns of several levels the one that fits and moves the least, if that is less than `below` bytes."""
     best = None
     for level in levels:
-        best = least(config, level, room, planned, best.moved if best else math.inf) or best
+        best = least(config, level, room, planned, best.moved if best else below) or best
         if best and not best.moved:
             break  # none moves less
     return best
 
 
 def with_least_offload(
-    config: RunConfig, room: Room, planned: Planned
+    config: RunConfig, room: Room, planned: Planned, below: float = math.inf
 ) -> tuple[RunConfig, MemoryPlan, int] | None:
     """Returns a configuration of several programs with the offload that fits and moves the least, what it
-    needs, and the bytes that it moves."""
+    needs, and the bytes that it moves; None where nothing fits that moves less than `below` bytes."""
     levels = LEVELS[config.offload.activations == "none" :]
-    if (found := cheapest(config, levels, room, planned)) is None:
+    if (found := cheapest(config, levels, room, planned, below)) is None:
         return None
     values = {"offload.level": found.level, "offload.fraction": found.fraction or 1.0}
     return replaced(config, values), found.plan, found.moved

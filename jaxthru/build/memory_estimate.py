@@ -98,9 +98,9 @@ class Room:
         return short
 
 
-PROCESS = 10 << 30
-"""Bytes of host memory that a process takes beside what it pins: 7 GiB with CUDA and XLA on an H200, and what
-the copies of a save come to."""
+PROCESS = 12 << 30
+"""Bytes of host memory that a process takes beside what it pins: 7 GiB with CUDA and XLA on an H200, what a
+save comes to, and what the system wants to have free."""
 
 
 def host_room(config: RunConfig) -> int:

@@ -41,6 +41,7 @@ FLOAT8 = 1.5
 """How much faster layers' matmuls are in float8, quantising included: 8 layers of Llama 3 8B save 92 of 436
 ms on an H200 (docs/results.md). Copies have that much less to hide behind."""
 PCIE = 87e9  # bytes/s of both directions together, fetched, updated and stored (H200, PCIe Gen5)
+PCIE_ALONE = 50e9  # of one direction, which is what one stage at a time uses; its steps were not timed
 SCANNED = {"none": 1.12, "projections": 1.06, "gate": 1.05, "attention": 1.02, "full": 1.0}
 """How much longer a step takes that loops over its layers, by remat.policy: what is kept is copied into
 stacks (two Llamas in bfloat16 on an H200, docs/lab/kernels.md)."""
@@ -75,8 +76,10 @@ class Candidate:
     def seconds(self) -> float:
         """Of a step's matmuls and of the copies that they do not hide, to compare candidates by."""
         offload, exact = self.config.offload, self.config.optim.clip_rule == "exact"
+        if not offload.ahead:
+            return self.matmuls + self.moved / PCIE_ALONE
         forward = exact and (offload.level, offload.activations) == ("optimizer", "none")
-        hidden = (HIDDEN_FORWARD if forward else HIDDEN) if offload.ahead else 0.0
+        hidden = HIDDEN_FORWARD if forward else HIDDEN
         return self.matmuls + max(0.0, self.moved / PCIE - hidden * self.matmuls)
 
     @property
@@ -107,9 +110,8 @@ def candidates(
 
 @functools.lru_cache(maxsize=8)
 def _candidates(config: RunConfig, room: Room, devices: int, segments: int, gpu: bool) -> Iterator[Candidate]:
-    found = likeliest(
-        _all(config, room, devices, segments, gpu, levels_with_room(config, room, devices)), room
-    )
+    levels = levels_with_room(config, room, devices)
+    found = likeliest(_by_speed(config, room, devices, segments, gpu, levels), room)
     (kept,) = itertools.tee(found, 1)  # never advanced itself, so that its copies know all of it
     return kept
 
@@ -145,7 +147,7 @@ def all_candidates(config: RunConfig, room: Room, devices: int = 1, segments: in
     """Returns what a configuration's `auto` may stand for on GPUs, the fastest first; of those that are one
     program also what does not fit."""
     levels = *LEVELS[:1], *levels_with_room(config, room, devices)
-    return [*_all(config, room, devices, segments, True, levels)]
+    return [*_by_speed(config, room, devices, segments, True, levels)]
 
 
 def likeliest(found: Iterable[Candidate], room: Room) -> Iterator[Candidate]:
@@ -179,17 +181,6 @@ def one_stage_at_a_time(config: RunConfig) -> RunConfig:
     return replaced(config, {"offload.staging_gib": 0.0})
 
 
-def _all(
-    config: RunConfig, room: Room, devices: int, segments: int, gpu: bool, levels: tuple[str, ...]
-) -> Iterator[Candidate]:
-    """Yields `_by_speed`, and behind them, where the level of offload is open, those with one stage at a
-    time."""
-    yield from _by_speed(config, room, devices, segments, gpu, levels)
-    if config.offload.level == "auto" and config.offload.ahead and levels[-1:] == LEVELS[-1:]:
-        layered = tuple(level for level in levels if level != LEVELS[0])
-        yield from _by_speed(one_stage_at_a_time(config), room, devices, segments, gpu, layered)
-
-
 def _by_speed(
     config: RunConfig, room: Room, devices: int, segments: int, gpu: bool, levels: tuple[str, ...]
 ) -> Iterator[Candidate]:
@@ -210,24 +201,32 @@ def _by_speed(
         if isinstance(one, Candidate):
             one = _chunked(one, room, devices, segments)
             yield from (dataclasses.replace(one, config=way) for way in ways(one.config))
-        elif found := _fitted(config, one, room, seconds, by_arithmetic(one, devices, segments)):
-            add(found.seconds, found)
+        else:
+            for found in _fitted(config, one, room, seconds, by_arithmetic(one, devices, segments)):
+                add(found.seconds, found)
 
 
 def _fitted(
     config: RunConfig, tried: RunConfig, room: Room, seconds: float, planned: Planned
-) -> Candidate | None:
-    """Returns a configuration, with the offload that it needs where `config` leaves that open, if it may fit.
+) -> Iterator[Candidate]:
+    """Yields a configuration, with the offload that it needs where `config` leaves that open, if it may fit;
+    and the same with one stage at a time, which needs less of it, where that is faster or alone fits.
     seconds: of its matmuls."""
-    if config.offload.level == "auto" and tried.offload.layered:
-        found = with_least_offload(tried, room.full, planned)
-        found = found or with_least_offload(tried, _at_most(room), planned)
-        if found is None:
-            return None
-        tried, plan, moved = found
-    else:
+    if config.offload.level != "auto" or not tried.offload.layered:
         plan, moved = planned(tried.offload)
-    return Candidate(tried, plan, seconds, moved)
+        yield Candidate(tried, plan, seconds, moved)
+        return
+
+    def least(one: RunConfig, room: Room, below: float = math.inf) -> Candidate | None:
+        found = with_least_offload(one, room, planned, below)
+        return found and Candidate(found[0], found[1], seconds, found[2])
+
+    alone, first = one_stage_at_a_time(tried), least(tried, room.full)
+    waits = first.seconds - seconds if first else math.inf
+    second = least(alone, room.full, below=PCIE_ALONE * waits) if waits else None
+    yield from filter(None, (first or least(tried, _at_most(room)), second))
+    if first is None and second is None:
+        yield from filter(None, (least(alone, _at_most(room)),))
 
 
 def _chunked(one: Candidate, room: Room, devices: int, segments: int) -> Candidate:

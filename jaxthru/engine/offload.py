@@ -40,7 +40,7 @@ class OffloadConfig:
         remat.policy keeps.
     staging_gib: device memory, of all devices together, that state on its way may take in either direction;
         two stages may be in any case. 0: one stage at a time, which is the least memory: the device waits for
-        its copies. With level `auto` it is 0 where else nothing fits.
+        its copies. With level `auto` it may be chosen to be 0, where two would take more to the host.
     host_gib: host memory to pin at most, GiB; the process takes 6 to 10 beside it, and the driver 5 % of
         it. None is what the limit of the process's control group, or the machine's memory, leaves. A CPU
         whose memory grows as it is used shows less than it has: this says how much it has.

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jaxthru.build.compiled import compile_step
 from jaxthru.build.defaults import get, plain
 from jaxthru.build.least_offload import LEVELS
 from jaxthru.build.memory_estimate import Room, estimate
-from jaxthru.build.proposals import OVER, POLICIES, candidates
+from jaxthru.build.proposals import OVER, PCIE_ALONE, POLICIES, candidates
 from jaxthru.build.refusal import nothing_fits
 from jaxthru.data.loading.batch import BATCH_FIELDS
 from jaxthru.runtime.errors import InputError
@@ -68,6 +69,34 @@ def test_less_room_never_makes_a_faster_step():
     assert seconds == sorted(seconds) and seconds[0] < seconds[-2]
 
 
+def test_one_stage_at_a_time_where_what_that_spares_makes_the_faster_step():
+    """Few layers and a large vocabulary: with two stages on their way, all would have to be on the host."""
+    room = Room(20 * GIB, 100 * GIB)
+    found = next(candidates(eight_layers(), room))
+    assert found.config.offload.staging_gib == 0 and found.said.endswith(", one stage at a time")
+    assert found.seconds == found.matmuls + found.moved / PCIE_ALONE  # a device that waits hides nothing
+    named = eight_layers("offload.level=optimizer", "offload.fraction=0.5")
+    assert {each.config.offload.staging_gib for each in candidates(named, Room(40 * GIB, GIB << 7))} == {4.0}
+    # With room enough there is no such candidate: copies that hide behind matmuls are never slower.
+    wide = candidates(eight_layers("remat.policy=full"), Room(24 * GIB, 100 * GIB))
+    assert all(each.config.offload.ahead for each in wide)
+
+
+def test_what_was_chosen_with_the_level_of_offload_is_kept_with_it(tmp_path):
+    asked = eight_layers()
+    chosen = next(candidates(asked, Room(20 * GIB, 100 * GIB))).config
+    made = choices.made(asked, chosen, "it fits", jax.devices()[:1])
+    assert {"offload.level", "offload.fraction", "offload.staging_gib"} <= {each.key for each in made}
+    here = choices.device_name(jax.devices())
+    recorded = [dataclasses.replace(each, device=here) for each in made]
+    with_gpu = [types.SimpleNamespace(platform="gpu", device_kind="cpu", process_index=0)] * len(
+        jax.devices()
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choices.hardware, "devices", lambda: with_gpu)
+        assert choices.resolve(asked, chosen, recorded).offload == chosen.offload
+
+
 def test_what_is_asked_for_stays():
     room = Room(130 * GIB, 100 * GIB)
     asked = eight_layers("remat.policy=full", "model.loop=scan")
@@ -98,7 +127,7 @@ def test_what_fits_nowhere_is_one_line_with_what_would():
 
 def test_clipping_by_the_norm_before_is_named_where_it_makes_room():
     """Gradients that wait for their own norm are 2 bytes a parameter."""
-    room, asked = Room(20 * GIB, 26 * GIB), eight_layers()
+    room, asked = Room(10 * GIB, 24 * GIB), eight_layers()
     said = nothing_fits(asked, room)
     assert "with optim.clip_rule = 'previous' it fits" in said and "\n" not in said
     assert not any(room.holds(each.plan) for each in candidates(asked, room))

@@ -26,7 +26,7 @@ def optim(**settings):
 LEVELS = {
     "optimizer, exact": (OffloadConfig("optimizer"), {"clip_rule": "exact"}),
     "gradients, exact": (OffloadConfig("gradients", fraction=0.5), {"clip_rule": "exact"}),
-    "gradients, previous": (OffloadConfig("gradients"), {"clip_rule": "previous"}),
+    "gradients, previous": (OffloadConfig("gradients", staging_gib=0.0), {"clip_rule": "previous"}),
     "parameters, exact, inputs": (OffloadConfig("parameters", activations="inputs"), {"clip_rule": "exact"}),
     "parameters, previous, names": (
         OffloadConfig("parameters", activations="names"),

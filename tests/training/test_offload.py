@@ -123,10 +123,11 @@ def test_a_step_leaves_the_state_where_it_was_and_nothing_beside_it(clip_rule, c
 
 
 @pytest.mark.slow
-def test_no_more_than_a_few_parts_are_ever_on_the_device():
+@pytest.mark.parametrize("staging", [1e-9, 0.0])
+def test_no_more_than_a_few_parts_are_ever_on_the_device(staging):
     """Counted whenever a program is dispatched; the clip rule keeps no gradients."""
-    most = AHEAD + 3
-    config = OffloadConfig("parameters", activations="inputs", staging_gib=0.0)
+    config = OffloadConfig("parameters", activations="inputs", staging_gib=staging)
+    most = config.ahead + 3
     whole = make(clip_rule="previous", layers=5)
     compiled, state = tiny.dispatched(whole, config)
     layer = (
@@ -188,7 +189,8 @@ def test_moving_copies_what_lies_elsewhere_and_nothing_else():
     np.testing.assert_array_equal(back["there"], here)
 
 
-def test_fetched_is_ahead_by_so_many_and_keeps_nothing():
+@pytest.mark.parametrize("ahead", [AHEAD, 0])
+def test_fetched_is_ahead_by_so_many_and_keeps_nothing(ahead):
     sharding = tiny.make(loop="unroll", remat="attention").layout.sharding((None,))
     asked, made = [], []
 
@@ -199,13 +201,13 @@ def test_fetched_is_ahead_by_so_many_and_keeps_nothing():
             made.append(weakref.ref(tree))
             yield tree, sharding
 
-    coming = Fetched(trees())
+    coming = Fetched(trees(), ahead=ahead)
     assert asked == []
     for index in range(6):
         tree = next(coming)
         assert kinds([tree]) == {"device"}
         np.testing.assert_array_equal(tree, np.full(3, index))
-        assert len(asked) == min(6, index + 1 + AHEAD)
+        assert len(asked) == min(6, index + 1 + ahead)
         seen = weakref.ref(tree)
         del tree
         gc.collect()
@@ -216,10 +218,11 @@ def test_fetched_is_ahead_by_so_many_and_keeps_nothing():
         next(coming)
 
 
-def test_pace_waits_for_results_handed_over_before(monkeypatch):
+@pytest.mark.parametrize("ahead", [AHEAD, 0])
+def test_pace_waits_for_results_handed_over_before(monkeypatch, ahead):
     waited = []
     monkeypatch.setattr(offload.jax, "block_until_ready", waited.append)
-    pace = Pace()
+    pace = Pace(ahead)
     for index in range(6):
         pace(index)
-        assert waited == list(range(max(0, index + 1 - AHEAD)))
+        assert waited == list(range(max(0, index + 1 - ahead)))
