@@ -152,7 +152,7 @@ NAMES = {
     "runtime.xla.PINNED_DEFAULT": "runtime.pinned.DEFAULT",
     "runtime.xla.PINNED_LIMIT": "runtime.pinned.LIMIT",
     "train.build": "build.compiled.build_step",
-    "train.describe": "build.compiled.announce",
+    "train.describe": "build.searched.announce",
     "training.account.Account": "training.step_timer.StepTimer",
     "training.layered.LayeredStep": "engine.dispatched.DispatchedStep",
     "training.loss.Metrics": "engine.terms.Terms",
