@@ -201,7 +201,7 @@ def check_change(old: RunConfig, new: RunConfig, where: Path) -> list[str]:
     """
     before, after = plain.flat(to_dict(old)), plain.flat(to_dict(new))
     left_open = {k for k, value in after.items() if value == "auto"}  # what the run has recorded is kept
-    left_open |= {"offload.fraction", "offload.staging_gib"} if "offload.level" in left_open else set()
+    left_open |= {"offload.fraction", "offload.prefetch"} if "offload.level" in left_open else set()
     differ = [k for k in sorted(before | after) if before.get(k) != after.get(k) and k not in left_open]
     changed = {k: f"{k} ({before.get(k)!r} → {after.get(k)!r})" for k in differ}
     if "model.family" in changed:  # their other keys have little to do with each other

@@ -79,6 +79,7 @@ def test_resumed_at_other_levels_the_losses_are_the_same(place):
             {"offload__level": "optimiser"},
             "offload.level = 'optimiser': must be one of 'auto', 'none', 'optimizer'",
         ),
+        ({"offload__prefetch": 3}, "offload.prefetch = 3: must be at least 0, at most 2"),
         ({"offload__staging_gib": "inf"}, "offload.staging_gib = inf: must be finite"),
         ({"offload__host_gib": -1}, "offload.host_gib = -1.0: must be above 0"),
     ],

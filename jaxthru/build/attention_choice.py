@@ -29,8 +29,8 @@ from pallas_kernels.attention import attention, automatic, find_segments, measur
 from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability
 
 KEY = "kernels.attention"
-SMALL = "triton"
-"""What needs no workspace."""
+NO_WORKSPACE = "triton"
+"""The attention for packed rows that needs none."""
 NO_ROOM = "as nothing fits with cuDNN's, which needs a workspace"
 NOTABLE = 0.01
 """By how much longer a step has to be by arithmetic for another attention than the fastest to be taken; or by
@@ -94,13 +94,13 @@ def by_table(
     if not runs(name):
         return config, ""
     fastest, why = replaced(config, {KEY: name}), points[-1].said(config.data.sequence, mean)
-    if name == "cudnn_packed" and room is not None and runs(SMALL):
+    if name == "cudnn_packed" and room is not None and runs(NO_WORKSPACE):
         tokens, layers = config.train.rows * config.data.sequence, len(family.chain(config.model).layers)
         longer = max(
-            point.seconds(SMALL, kind.heads, tokens) - point.seconds(name, kind.heads, tokens)
+            point.seconds(NO_WORKSPACE, kind.heads, tokens) - point.seconds(name, kind.heads, tokens)
             for kind, point in zip(kinds, points, strict=True)
         )
-        other, longer = replaced(config, {KEY: SMALL}), longer * layers / layout.mesh.size
+        other, longer = replaced(config, {KEY: NO_WORKSPACE}), longer * layers / layout.mesh.size
         if instead := _no_room(fastest, other, longer, room, layout, segments):
             return other, f"as {name}, the faster one {why}, needs a workspace: {instead}"
     return fastest, why
@@ -128,27 +128,30 @@ def _no_room(
 
 
 def or_without_workspace[Found](
-    search: Callable[[RunConfig], Found],
+    search: Callable[[RunConfig, str], Found],
     config: RunConfig,
     layout: Layout,
     segments: int,
     capability: tuple[int, int] | None,
 ) -> Found:
     """Returns what a search finds for a configuration; and where nothing fits with cuDNN's attention, which
-    the configuration does not name, what is found with Triton's. segments, capability: as of `by_table`.
-    Raises NothingFits."""
+    the configuration does not name, what is found with Triton's.
+
+    search: of a configuration, and why another attention than the table's is asked for, if so. segments,
+    capability: as of `by_table`. Raises NothingFits.
+    """
     try:
-        return search(config)
+        return search(config, "")
     except NothingFits as error:
         rows, kinds = shapes_of(config, layout)
         if (
             capability is None
             or attention_by(config, "gpu") != "auto"
             or not attention_stand_in(error.config, layout, segments)[1]
-            or not all(_runs(SMALL, kind, rows, config, layout, segments) for kind in kinds)
+            or not all(_runs(NO_WORKSPACE, kind, rows, config, layout, segments) for kind in kinds)
         ):
             raise
-        return search(replaced(config, {KEY: SMALL}))
+    return search(replaced(config, {KEY: NO_WORKSPACE}), NO_ROOM)
 
 
 def _open(config: RunConfig, segments: int) -> bool:

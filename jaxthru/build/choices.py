@@ -33,7 +33,7 @@ from jaxthru.runtime.sharding import Layout
 
 log = logging.getLogger("jaxthru")
 
-KEPT_WITH = {"offload.level": ("offload.fraction", "offload.staging_gib")}
+KEPT_WITH = {"offload.level": ("offload.fraction", "offload.prefetch")}
 """A key -> others that are chosen with it."""
 
 
@@ -177,7 +177,7 @@ def resolve(config: RunConfig, run: RunConfig | None = None, recorded: Sequence[
     here, config = device_name(devices), reopened(config)
     if run is not None:
         config = replaced(config, {key: get(run, key) for key in NUMERIC if get(config, key) == "auto"})
-    if run is not None and _alike(config, run, {each.key for each in recorded}):
+    if run is not None and _alike(config, run, {each.key: each.asked for each in recorded}):
         kept = {each.key: each.chosen for each in recorded if each.device == here}
         open_here = {*open_keys(config), *(key for key in kept if get(config, key) == "auto")}
         open_here |= {other for key in open_here for other in KEPT_WITH.get(key, ())}
@@ -185,13 +185,14 @@ def resolve(config: RunConfig, run: RunConfig | None = None, recorded: Sequence[
     return plain(config) if devices[0].platform == "cpu" else config
 
 
-def _alike(config: RunConfig, run: RunConfig, chosen: set[str]) -> bool:
-    """Says whether the same would be chosen for a configuration and for that of a run, of which these keys
-    were chosen: what is open now was so there too."""
+def _alike(config: RunConfig, run: RunConfig, asked: dict[str, Any]) -> bool:
+    """Says whether the same would be chosen for a configuration and for that of a run: what is open now was
+    so there too. asked: of the keys that were chosen there, what they were before."""
     ours, theirs = (plain_values.flat(configuration.to_dict(each)) for each in (config, run))
     left_open = {key for key, value in ours.items() if value == "auto"}
-    left_open &= chosen | {key for key, value in theirs.items() if value == "auto"}
-    left_open |= {other for key in left_open for other in KEPT_WITH.get(key, ())}
+    left_open &= {*asked} | {key for key, value in theirs.items() if value == "auto"}
+    with_open = (other for key in left_open for other in KEPT_WITH.get(key, ()))
+    theirs |= {other: asked[other] for other in with_open if other in asked}
     keys = [key for key in ours | theirs if key.startswith(DECIDES) and key not in left_open]
     return all(ours.get(key) == theirs.get(key) for key in keys)
 

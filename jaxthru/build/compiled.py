@@ -23,7 +23,7 @@ from jaxthru.build.host_memory import check_host_memory
 from jaxthru.build.kept_choices import KeptChoices
 from jaxthru.build.prompt_samples import samples_of
 from jaxthru.build.proposals import Candidate, fits_as_one_program
-from jaxthru.build.searched import Found, Search
+from jaxthru.build.searched import Search
 from jaxthru.build.step import update_flops
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.host_pool import RunData
@@ -167,7 +167,7 @@ def fit_here(config: RunConfig, devices: list[jax.Device] | None = None, **run: 
         return layout
     capability = attention_choice.capability_of(layout)
 
-    def proposed(tried: RunConfig) -> Candidate:
+    def proposed(tried: RunConfig, _: str) -> Candidate:
         tried, _ = attention_choice.by_table(tried, layout, found.segments, found.mean, capability, room)
         return next(choices.proposed(tried, layout, room, found.segments))
 
@@ -199,20 +199,17 @@ def compile_step(
     kept = KeptChoices(config, layout, lambda: choices.documents_of(data))
     search = Search(layout, data, asked or config, kept, autotuned, fresh, weights is None, checked)
 
-    def tried(one: RunConfig) -> Found:
-        return search(one, {} if one is config else {attention_choice.KEY: attention_choice.NO_ROOM})
-
     found = None
     if kept.found:
         try:
-            found = tried(config)
+            found = search(config)
         except InputError as error:
             log.info("auto: what an earlier start chose is refused, and searched for anew: %s", error)
             kept.drop()
     if found is None:
         capability = attention_choice.capability_of(layout)
-        found = attention_choice.or_without_workspace(tried, config, layout, data.segments, capability)
-    chosen, made = found.step.config, found.step.made
+        found = attention_choice.or_without_workspace(search, config, layout, data.segments, capability)
+    chosen, made = found.confirmed.config, found.confirmed.made
     pinned_host.reserve(chosen, list(layout.mesh.devices.flat))
     return Build(
         chosen,
@@ -220,7 +217,7 @@ def compile_step(
         layout,
         made.step,
         made.abstract,
-        found.step.compiled,
+        found.confirmed.compiled,
         found.seconds,
         found.recompile,
         weights,

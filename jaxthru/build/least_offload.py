@@ -120,25 +120,23 @@ def _first_that_fits(low: int, high: int, room: Room, plan: Callable[[int], Memo
     return high
 
 
-def cheapest(
-    config: RunConfig, levels: Sequence[str], room: Room, planned: Planned, below: float = math.inf
-) -> Proposal | None:
-    """Returns of several levels the one that fits and moves the least, if that is less than `below` bytes."""
+def cheapest(config: RunConfig, levels: Sequence[str], room: Room, planned: Planned) -> Proposal | None:
+    """Returns of several levels the one that fits and moves the least."""
     best = None
     for level in levels:
-        best = least(config, level, room, planned, best.moved if best else below) or best
+        best = least(config, level, room, planned, best.moved if best else math.inf) or best
         if best and not best.moved:
             break  # none moves less
     return best
 
 
 def with_least_offload(
-    config: RunConfig, room: Room, planned: Planned, below: float = math.inf
+    config: RunConfig, room: Room, planned: Planned
 ) -> tuple[RunConfig, MemoryPlan, int] | None:
     """Returns a configuration of several programs with the offload that fits and moves the least, what it
-    needs, and the bytes that it moves; None where nothing fits that moves less than `below` bytes."""
+    needs, and the bytes that it moves."""
     levels = LEVELS[config.offload.activations == "none" :]
-    if (found := cheapest(config, levels, room, planned, below)) is None:
+    if (found := cheapest(config, levels, room, planned)) is None:
         return None
     values = {"offload.level": found.level, "offload.fraction": found.fraction or 1.0}
     return replaced(config, values), found.plan, found.moved

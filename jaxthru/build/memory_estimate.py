@@ -83,16 +83,17 @@ class Room:
     def shortfall(self, plan: MemoryPlan) -> list[str]:
         """Returns the shortfall of a plan, a line for the device and one for the host, each with the settings
         to change."""
-        short, full = [], self.full
-        if plan.peak_device > full.device:
+        short = []
+        if plan.peak_device > self.device:
             short.append(
-                f"does not fit: {gib(plan.peak_device)} GiB on the device, which has {gib(full.device)}; "
-                "more micro-batches, remat.policy, offload.level or mesh.expert_chunks make it less"
+                f"does not fit: {gib(plan.peak_device)} GiB on the device, which has {gib(self.device)}; "
+                "more micro-batches, remat.policy, offload.level, offload.prefetch = 0 or mesh.expert_chunks "
+                "make it less"
             )
-        if plan.peak_host > full.host:
+        if plan.peak_host > self.host:
             short.append(
-                f"does not fit: {gib(plan.peak_host)} GiB on the host, which may pin "
-                f"{gib(self.host)} (offload.host_gib) and fill {FULL:.0%} of that; optim.state or a smaller "
+                f"does not fit: {gib(plan.peak_host)} GiB on the host, of which it may fill {gib(self.host)} "
+                f"({FULL:.0%} of offload.host_gib); optim.state, offload.prefetch = 0 or a smaller "
                 "offload.fraction makes it less"
             )
         return short

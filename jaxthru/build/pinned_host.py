@@ -8,7 +8,8 @@ import jax
 from jaxthru.build.memory_estimate import estimate, host_room
 from jaxthru.config import RunConfig
 from jaxthru.models import family
-from jaxthru.runtime import allocator, pinned
+from jaxthru.runtime import allocator, distributed, hardware, pinned
+from jaxthru.runtime.errors import InputError, require
 
 
 def limit(config: RunConfig) -> None:
@@ -48,11 +49,31 @@ def reserve(config: RunConfig, devices: list[jax.Device]) -> None:
     """Has this process pin at once what a configuration keeps in host memory, if it runs on GPUs: else steps
     would wait while the system pins more.
 
-    devices: of all processes, that share the step.
+    devices: of all processes, that share the step. Raises InputError, in all processes, where a host has no
+    room left for it, and where XLA's pool may not hold it.
     """
     here = [device for device in devices if device in jax.local_devices()]
     if not config.offload.layered or devices[0].platform != "gpu":
         return
     plan, _ = estimate(config, devices=len(devices))
-    kept = plan.peak_host * len(here) // len(devices) + saved_at_once(config)
-    pinned.reserve(min(pinned.spared(kept), host_room(config)))
+    kept = plan.peak_host * len(here) // len(devices)
+    size = min(pinned.spared(kept + saved_at_once(config)), host_room(config))
+    for said in distributed.gather_text(_lacking(config, kept, size)):  # hosts may differ
+        require(not said, said)
+    pinned.reserve(size)
+
+
+def _lacking(config: RunConfig, kept: int, size: int) -> str:
+    """Returns what is short on this host for a pool of `size` bytes, `kept` of them arrays; empty if nothing,
+    or if `offload.host_gib` says how much there is, as it does where memory grows when it is used."""
+    try:
+        pinned.limit(min(kept, size), size)
+    except InputError as error:
+        return str(error)
+    wanted, free = sum(pinned.missing(size)), hardware.host_free_bytes() / 2**30
+    if config.offload.host_gib or pinned.COST * wanted <= free:
+        return ""
+    return (
+        f"{wanted} GiB of host memory are to be pinned, which takes {pinned.COST:.0%} of that, and "
+        f"{free:.1f} are free; end what else runs here, or set offload.host_gib to what may be pinned"
+    )

@@ -76,7 +76,7 @@ class Candidate:
     def seconds(self) -> float:
         """Of a step's matmuls and of the copies that they do not hide, to compare candidates by."""
         offload, exact = self.config.offload, self.config.optim.clip_rule == "exact"
-        if not offload.ahead:
+        if not offload.prefetch:
             return self.matmuls + self.moved / PCIE_ALONE
         forward = exact and (offload.level, offload.activations) == ("optimizer", "none")
         hidden = HIDDEN_FORWARD if forward else HIDDEN
@@ -87,7 +87,7 @@ class Candidate:
         """Its settings, for people."""
         config = self.config
         offload = f", offload {config.offload.level} {config.offload.fraction:.2g}" * config.offload.layered
-        offload += ", one stage at a time" * (config.offload.layered and not config.offload.ahead)
+        offload += ", one stage at a time" * (config.offload.layered and not config.offload.prefetch)
         copies = ", copies" * config.mesh.copies
         chunks = ", large loss chunks" * (config.train.loss_chunk == "large")
         return f"remat {config.remat.policy}, {config.model.loop}{chunks}{copies}{offload}"
@@ -158,7 +158,7 @@ def likeliest(found: Iterable[Candidate], room: Room) -> Iterator[Candidate]:
         if (room.full if one.config.offload.layered else room).holds(one.plan):
             yield one
         elif _at_most(room).holds(one.plan):
-            form = one.config.model.loop, one.config.offload.layered, one.config.offload.ahead
+            form = one.config.model.loop, one.config.offload.layered, one.config.offload.prefetch
             near[form] = min(near.get(form, one), one, key=_size)
     yield from (dataclasses.replace(one, near=True) for one in sorted(near.values(), key=_size))
 
@@ -178,7 +178,7 @@ def _at_most(room: Room) -> Room:
 
 def one_stage_at_a_time(config: RunConfig) -> RunConfig:
     """Returns a configuration whose offload takes the least memory: no stage is on its way beside another."""
-    return replaced(config, {"offload.staging_gib": 0.0})
+    return replaced(config, {"offload.prefetch": 0})
 
 
 def _by_speed(
@@ -201,32 +201,28 @@ def _by_speed(
         if isinstance(one, Candidate):
             one = _chunked(one, room, devices, segments)
             yield from (dataclasses.replace(one, config=way) for way in ways(one.config))
-        else:
-            for found in _fitted(config, one, room, seconds, by_arithmetic(one, devices, segments)):
-                add(found.seconds, found)
+            continue
+        found = _fitted(config, one, room, seconds, by_arithmetic(one, devices, segments))
+        if found:
+            add(found.seconds, found)
+        if config.offload.level == "auto" and one.offload.layered and one.offload.prefetch:
+            add(seconds, one_stage_at_a_time(one))  # behind what hides its copies, which is as fast at least
 
 
 def _fitted(
     config: RunConfig, tried: RunConfig, room: Room, seconds: float, planned: Planned
-) -> Iterator[Candidate]:
-    """Yields a configuration, with the offload that it needs where `config` leaves that open, if it may fit;
-    and the same with one stage at a time, which needs less of it, where that is faster or alone fits.
+) -> Candidate | None:
+    """Returns a configuration, with the offload that it needs where `config` leaves that open, if it may fit.
     seconds: of its matmuls."""
-    if config.offload.level != "auto" or not tried.offload.layered:
+    if config.offload.level == "auto" and tried.offload.layered:
+        found = with_least_offload(tried, room.full, planned)
+        found = found or with_least_offload(tried, _at_most(room), planned)
+        if found is None:
+            return None
+        tried, plan, moved = found
+    else:
         plan, moved = planned(tried.offload)
-        yield Candidate(tried, plan, seconds, moved)
-        return
-
-    def least(one: RunConfig, room: Room, below: float = math.inf) -> Candidate | None:
-        found = with_least_offload(one, room, planned, below)
-        return found and Candidate(found[0], found[1], seconds, found[2])
-
-    alone, first = one_stage_at_a_time(tried), least(tried, room.full)
-    waits = first.seconds - seconds if first else math.inf
-    second = least(alone, room.full, below=PCIE_ALONE * waits) if waits else None
-    yield from filter(None, (first or least(tried, _at_most(room)), second))
-    if first is None and second is None:
-        yield from filter(None, (least(alone, _at_most(room)),))
+    return Candidate(tried, plan, seconds, moved)
 
 
 def _chunked(one: Candidate, room: Room, devices: int, segments: int) -> Candidate:

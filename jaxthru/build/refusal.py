@@ -1,5 +1,7 @@
 """The line that says what is short where nothing fits that `auto` may stand for, and what would."""
 
+import functools
+
 from jaxthru.build.defaults import get, plain, replaced, searched
 from jaxthru.build.least_offload import LEVELS, narrower, propose, ruling_out
 from jaxthru.build.memory_estimate import Room, estimate, gib
@@ -9,11 +11,15 @@ from jaxthru.runtime.errors import InputError
 
 
 class NothingFits(InputError):
-    """Nothing that `auto` may stand for fits. config: what was to be settled, see `nothing_fits`."""
+    """Nothing that `auto` may stand for fits, see `nothing_fits`. config: what was to be settled."""
 
     def __init__(self, config: RunConfig, room: Room, devices: int = 1, segments: int = 1):
-        super().__init__(nothing_fits(config, room, devices, segments))
+        super().__init__("nothing fits")
         self.config = config
+        self._said = functools.partial(nothing_fits, config, room, devices, segments)
+
+    def __str__(self) -> str:
+        return self._said()  # not before, for it takes a second
 
 
 def nothing_fits(config: RunConfig, room: Room, devices: int = 1, segments: int = 1) -> str:
@@ -42,7 +48,7 @@ def nothing_fits(config: RunConfig, room: Room, devices: int = 1, segments: int 
     return (
         f"{asked}: nothing fits with optim.state = {config.optim.state!r}{without}; at the least it needs "
         f"{gib(plan.peak_device)} GiB on the device, of {gib(room.device)}, and {gib(plan.peak_host)} on the "
-        f"host, of {gib(room.host)}; {advice}"
+        f"host, of {gib(room.full.host)}; {advice}"
     )
 
 
@@ -54,4 +60,4 @@ def _fits_unclipped(tried: RunConfig, room: Room, levels: tuple[str, ...], how: 
     other = replaced(tried, {"optim.clip_rule": "previous"})
     if len(levels) > 1:
         return bool(propose(other, room, formats=(tried.optim.state,), **how))
-    return room.holds(estimate(other, **how)[0])
+    return room.full.holds(estimate(other, **how)[0])

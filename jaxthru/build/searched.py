@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Found:
     """What a search has found. seconds: that it took. first: what makes the first state, if that was compiled
     beside. recompile: compiles the step again, with more options of XLA's."""
 
-    step: Confirmed
+    confirmed: Confirmed
     seconds: float
     decisions: tuple[Choice, ...]
     first: FirstState | None
@@ -45,8 +45,11 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """asked: the configuration before anything was chosen. kept: of an earlier start. autotuned, fresh,
-    checked: as of `compile_step`. drawn: whether the first state is drawn from random numbers."""
+    """The search for a step of one layout and its data, called with a configuration.
+
+    asked: the configuration before anything was chosen. kept: of an earlier start. autotuned, fresh, checked:
+    as of `compile_step`. drawn: whether the first state is drawn from random numbers.
+    """
 
     layout: Layout
     data: RunData
@@ -57,10 +60,11 @@ class Search:
     drawn: bool
     checked: bool
 
-    def __call__(self, config: RunConfig, because: Mapping[str, str]) -> Found:
-        """Returns the step. because: reasons of what was settled before. Raises NothingFits, InputError where
-        what was kept does not fit, and TrainingError for an attention that is wrong."""
-        config, reasons = self._settled(config, because)
+    def __call__(self, config: RunConfig, attention: str = "") -> Found:
+        """Returns the fastest step that fits. attention: why it is the one that the configuration names, if
+        it was not asked for. Raises NothingFits, InputError where what was kept does not fit, and
+        TrainingError for an attention that is wrong."""
+        config, reasons = self._settled(config, attention)
         layout, segments, started = self.layout, self.data.segments, time.monotonic()
         anew = xla.nothing_kept(self.autotuned is not None)
         room = choices.room_here(config) if choices.open_keys(config) else None
@@ -113,7 +117,7 @@ class Search:
             return None
         return found.candidate, found.with_kernels(kernels)
 
-    def _settled(self, config: RunConfig, because: Mapping[str, str]) -> tuple[RunConfig, dict[str, str]]:
+    def _settled(self, config: RunConfig, attention: str) -> tuple[RunConfig, dict[str, str]]:
         """Returns a configuration with what is chosen without a compile, and all that an earlier start has
         found, and the reasons by key; of what needs a compile, they are to be found anew."""
         before = config
@@ -122,8 +126,8 @@ class Search:
         named, config = get(config, attention_choice.KEY) != "auto", self.kept.settled(config)
         room = choices.room_here(config) if choices.open_keys(config) else None
         config, why = attention_choice.of_run(config, self.layout, self.data, room)
-        reasons[attention_choice.KEY] = why or ("" if named else self.kept.reason(attention_choice.KEY))
-        reasons |= because
+        why = why or attention or ("" if named else self.kept.reason(attention_choice.KEY))
+        reasons[attention_choice.KEY] = why
         for key, why in reasons.items():
             if why:
                 log.info("%s = 'auto' is %r, %s", key, get(config, key), why)

@@ -61,12 +61,12 @@ class DispatchedStep:
         put: starts copies, see `move`. With both replaced, the schedule is rehearsed (rehearsed.py)."""
         self.step, self.config, self._put = step, config, put
         self._move = functools.partial(move, put=put)
-        self._fetched = functools.partial(Fetched, put=put, ahead=config.ahead)
+        self._fetched = functools.partial(Fetched, put=put, prefetch=config.prefetch)
         self.chain, layout = step.model.chain, step.model.ops.layout
         programs = Programs(step)
         self.held, self.tied = programs.held, self.chain.tied
-        self.staging = round(config.staging_gib * 2**30)
-        self.homes, self.stores = Homes.of(config, abstract), Stores(self.staging, config.ahead)
+        self.staging = round(config.staging_gib * 2**30) if config.prefetch else 0
+        self.homes, self.stores = Homes.of(config, abstract), Stores(self.staging, config.prefetch)
         weights, slots = split_stages(abstract["params"]), slots_by_stage(abstract)
         self.order = [EMBEDDING, *range(LAYERS, len(weights)), HEAD]
         self.inputs_used = layout.sharding((None, "tokens", None))
@@ -175,10 +175,10 @@ class DispatchedStep:
     def at_home(self, config: OffloadConfig, abstract: State) -> "DispatchedStep":
         """Returns the step for a state that lives elsewhere, by the same programs. Its leaves need not be
         those of the programs': a rehearsal may have but two a stage."""
-        fixed, ours = ((each.activations, each.staging_gib) for each in (config, self.config))
+        fixed, ours = ((each.activations, each.staging_gib, each.prefetch) for each in (config, self.config))
         assert fixed == ours, "these are its programs' own"
         other = copy.copy(self)
-        other.homes, other.stores = Homes.of(config, abstract), Stores(self.staging, config.ahead)
+        other.homes, other.stores = Homes.of(config, abstract), Stores(self.staging, config.prefetch)
         other.indices = other._numbers(len(self.indices))
         return other
 
@@ -192,7 +192,7 @@ class DispatchedStep:
         With optim.clip_rule = exact the next state is one with a `Pending` update, see there.
         """
         weights, slots, pending = taken(state)
-        counters, layers, pace = counters_of(state), self.order[1:-1], Pace(self.config.ahead)
+        counters, layers, pace = counters_of(state), self.order[1:-1], Pace(self.config.prefetch)
         batch_MRT, context, weight = self.begin(batch, counters["step"])
 
         trees = self._renewed(weights, slots, pending)

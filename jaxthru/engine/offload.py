@@ -24,8 +24,8 @@ from jaxthru.runtime.sharding import shardings
 Tree = Any
 HOST = "pinned_host"
 AHEAD = 2
-"""Stages on their way to or from the device beside the one in use, unless `offload.staging_gib` is 0. With
-one, 72 GB/s instead of 90 on an H200; with three, no more."""
+"""Stages on their way to or from the device beside the one in use, by default. With one, 72 GB/s instead of
+90 on an H200; with three, no more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,10 @@ class OffloadConfig:
     activations: `inputs` sends each layer's input to the host until its backward pass; `names` also what
         remat.policy keeps.
     staging_gib: device memory, of all devices together, that state on its way may take in either direction;
-        two stages may be in any case. 0: one stage at a time, which is the least memory: the device waits for
-        its copies. With level `auto` it may be chosen to be 0, where two would take more to the host.
+        `prefetch` stages may be in any case.
+    prefetch: stages that are on their way beside the one in use, at most 2. 0: one stage at a time, which is
+        the least memory: the device waits for its copies. With level `auto` 0 may be chosen, where more would
+        take more to the host.
     host_gib: host memory to pin at most, GiB; the process takes 6 to 10 beside it, and the driver 5 % of
         it. None is what the limit of the process's control group, or the machine's memory, leaves. A CPU
         whose memory grows as it is used shows less than it has: this says how much it has.
@@ -50,22 +52,20 @@ class OffloadConfig:
     fraction: float = 1.0
     activations: Literal["none", "inputs", "names"] = "none"
     staging_gib: float = 4.0
+    prefetch: int = AHEAD
     host_gib: float | None = None
 
     def __post_init__(self):
         require(0 < self.fraction <= 1, f"offload.fraction = {self.fraction}: must be above 0, at most 1")
         require(self.staging_gib >= 0, f"offload.staging_gib = {self.staging_gib}: must be at least 0")
+        said = f"offload.prefetch = {self.prefetch}: must be at least 0, at most {AHEAD}"
+        require(0 <= self.prefetch <= AHEAD, said)
         for name in ("staging_gib", "host_gib"):
             require(getattr(self, name) != math.inf, f"offload.{name} = inf: must be finite")
         require(
             self.host_gib is None or self.host_gib > 0,
             f"offload.host_gib = {self.host_gib}: must be above 0",
         )
-
-    @property
-    def ahead(self) -> int:
-        """How many stages may be on their way beside the one in use."""
-        return AHEAD if self.staging_gib else 0
 
     @property
     def layered(self) -> bool:
@@ -185,7 +185,7 @@ def away_bytes(tree: Tree) -> int:
 
 
 class Fetched(Iterator[Tree]):
-    """Yields each tree on the device, with more of them on their way there: `ahead`, or so many that they
+    """Yields each tree on the device, with more of them on their way there: `prefetch`, or so many that they
     take `staging` bytes. trees: with their shardings. donate, put: see `move`."""
 
     def __init__(
@@ -193,17 +193,17 @@ class Fetched(Iterator[Tree]):
         trees: Iterable[tuple[Tree, Tree]],
         staging: int = 0,
         *,
-        ahead: int = AHEAD,
+        prefetch: int = AHEAD,
         donate: bool = False,
         put: Callable = jax.device_put,
     ):
-        self._trees, self._staging, self._ahead = iter(trees), staging, ahead
+        self._trees, self._staging, self._prefetch = iter(trees), staging, prefetch
         self._move = functools.partial(move, donate=donate, put=put)
         self._coming: collections.deque[tuple[Tree, int]] = collections.deque()
 
     def start(self) -> None:
         """Starts the transfers that may be on their way."""
-        while len(self._coming) <= self._ahead or sum(size for _, size in self._coming) < self._staging:
+        while len(self._coming) <= self._prefetch or sum(size for _, size in self._coming) < self._staging:
             for tree, home in self._trees:
                 size = away_bytes(tree)
                 self._coming.append((self._move(tree, home), size))
@@ -238,17 +238,17 @@ def taken(state: State) -> tuple[list[Tree], list[Tree], Pending | None]:
 
 class Stores:
     """Keeps the host from dispatching more while transfers to it take above `staging` bytes of the device,
-    and are more than `ahead` stages: a stage's device memory is free when its copy has ended."""
+    and are more than `prefetch` stages: a stage's device memory is free when its copy has ended."""
 
-    def __init__(self, staging: int, ahead: int = AHEAD):
-        self._staging, self._ahead = staging, ahead
+    def __init__(self, staging: int, prefetch: int = AHEAD):
+        self._staging, self._prefetch = staging, prefetch
         self._going: collections.deque[tuple[Tree, int]] = collections.deque()
 
     def __call__(self, stored: Tree) -> None:
         """Takes note of a stage that is being stored, and waits for earlier ones if need be."""
         leaves = [leaf for leaf in jax.tree.leaves(stored) if leaf.sharding.memory_kind == HOST]
         self._going.append((leaves, away_bytes(leaves)))
-        while len(self._going) > self._ahead and sum(size for _, size in self._going) > self._staging:
+        while len(self._going) > self._prefetch and sum(size for _, size in self._going) > self._staging:
             # One that was used up since has been stored long ago.
             jax.block_until_ready([leaf for leaf in self._going.popleft()[0] if not leaf.is_deleted()])
 
@@ -257,14 +257,14 @@ class Pace:
     """Keeps the host from running further ahead than so many programs: the memory of a program's results is
     taken when it is dispatched."""
 
-    def __init__(self, ahead: int = AHEAD):
-        self._ahead = ahead
+    def __init__(self, prefetch: int = AHEAD):
+        self._prefetch = prefetch
         self._latest: collections.deque[jax.Array] = collections.deque()
 
     def __call__(self, result: Tree) -> None:
-        """Waits until the result handed over `ahead` calls ago is there."""
+        """Waits until the result handed over `prefetch` calls ago is there."""
         self._latest.append(result)
-        if len(self._latest) > self._ahead:
+        if len(self._latest) > self._prefetch:
             jax.block_until_ready(self._latest.popleft())
 
 

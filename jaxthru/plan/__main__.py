@@ -71,11 +71,10 @@ def _memory(arguments: argparse.Namespace) -> int:
     segments = found.segments
     config, said = early_choices.for_devices(config, layout, target.name, target.capability)
     of = segments, found.mean, target.capability, room if choices.open_keys(config) else None
-    asked, key = config, attention_choice.KEY
 
-    def planned(tried: RunConfig) -> tuple[RunConfig, MemoryPlan, MemoryPlan | None] | None:
+    def planned(tried: RunConfig, attention: str) -> tuple[RunConfig, MemoryPlan, MemoryPlan | None] | None:
         config, why = attention_choice.by_table(tried, layout, *of)
-        said[key] = why or (attention_choice.NO_ROOM if tried is not asked else "")
+        said[attention_choice.KEY] = why or attention
         how = target, devices, arguments.segments
         if arguments.best:
             _show(None, _reasons(config, said))
@@ -83,7 +82,7 @@ def _memory(arguments: argparse.Namespace) -> int:
         return _settled(config, *how, segments, room) if choices.open_keys(config) else _plan(config, *how)
 
     try:
-        settled = attention_choice.or_without_workspace(planned, asked, layout, segments, target.capability)
+        settled = attention_choice.or_without_workspace(planned, config, layout, segments, target.capability)
     except NothingFits as error:
         _show(
             None, [str(error)] if arguments.best else [*room.said, *_reasons(error.config, said), str(error)]
@@ -99,7 +98,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     _show(memory.table(plan), [*room.said, *plan.notes])
     proposals = propose(config, room, resident=resident, devices=devices, segments=segments)
     _show(*memory.proposed(proposals))
-    short = room.shortfall(plan)
+    short = room.full.shortfall(plan)
     fits = f"fits: {gib(plan.peak_device)} of {gib(room.device)} GiB"
     if plan.peak_host:
         fits += f", on the host {gib(plan.peak_host)} of {gib(room.host)}"
@@ -128,8 +127,8 @@ def _settled(
         raise NothingFits(config, room, devices, known)
     asked, config, plan = config, found[0].config, found[1]
     chosen = ", ".join(f"{key} = auto is {get(config, key)}" for key in choices.open_keys(asked))
-    with_level = ("offload.fraction", "offload.staging_gib")[: 1 + (not config.offload.ahead)]
-    layered = "".join(f", {key} = {get(config, key):g}" for key in with_level if config.offload.layered)
+    with_level = choices.KEPT_WITH["offload.level"] if config.offload.layered else ()
+    layered = "".join(f", {key} = {get(config, key):g}" for key in with_level)
     plan = dataclasses.replace(plan, notes=(chosen + layered, *plan.notes))
     return config, plan, None if config.offload.layered or not aot.available() else plan
 

@@ -204,7 +204,7 @@ def best_table(rows: list[tuple[Candidate, MemoryPlan | None, bool | None]]) -> 
         table.add_row(
             config.remat.policy,
             config.model.loop + "\ncopies" * config.mesh.copies,
-            offload.level + "\none stage\nat a time" * (offload.layered and not offload.ahead),
+            offload.level + "\none stage\nat a time" * (offload.layered and not offload.prefetch),
             f"{offload.fraction:.2f}" if offload.layered else "",
             f"{candidate.seconds / least:.2f}",
             gib(candidate.plan.peak_device),

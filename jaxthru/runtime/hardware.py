@@ -121,19 +121,19 @@ GROWN = 0.75
 
 
 def host_free_bytes() -> int:
-    """Returns the bytes of host memory, swap space included, that this process may still take: the least of
-    what its control groups and the machine have left. What files occupy in memory is given up for it."""
+    """Returns the bytes of host memory that this process may still take: the least of what its control groups
+    and the machine have left, with its swap space. What files occupy in memory is given up for it."""
     total = _memory_total()
     used = total - (_meminfo("MemAvailable") or total)
-    left = [max(total, host_limit_bytes()) - used]
+    left = [max(total, host_limit_bytes()) - used + (_meminfo("SwapFree") or 0)]
     for group, limit in _groups():
         usage = next((group / name for name in USAGES if (group / name).is_file()), None)
         if usage is not None:
             stats = (group / "memory.stat").read_text() if (group / "memory.stat").is_file() else ""
             whole = "total_" if "total_" in stats else ""  # version 1 has those of the group alone, too
-            files = re.findall(rf"^{whole}(?:in)?active_file (\d+)$", stats, re.M)
+            files = re.findall(rf"^(?:{whole}(?:in)?active_file|slab_reclaimable) (\d+)$", stats, re.M)
             left.append(limit - int(usage.read_text()) + sum(map(int, files)))
-    return min(left) + (_meminfo("SwapFree") or 0)
+    return min(left)
 
 
 USAGES = "memory.current", "memory.usage_in_bytes"

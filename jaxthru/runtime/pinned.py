@@ -9,7 +9,6 @@ import time
 import jax
 import jax.numpy as jnp
 
-from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import require
 
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -45,7 +44,8 @@ def limit(needed: int, allowed: int) -> None:
     require(
         needed <= allowed,
         f"the plan keeps {needed / 2**30:.1f} GiB on the host, which may pin {allowed / 2**30:.1f} "
-        "(offload.host_gib); give it more, or choose a smaller optim.state or offload.fraction",
+        "(offload.host_gib); give it more, or choose offload.prefetch = 0 or a smaller optim.state or "
+        "offload.fraction",
     )
     given, loaded = os.environ.get(LIMIT), xla_bridge.backends_are_initialized()
     if not loaded and _ours(LIMIT):
@@ -66,38 +66,41 @@ def limit(needed: int, allowed: int) -> None:
     )
 
 
-@functools.cache  # what a process has reserved stays in its pool
 def reserve(size: int) -> None:
     """Has XLA's pool of pinned host memory hold `size` bytes from now on, or its limit, in `regions`.
 
     By itself it grows when an array finds no gap that is large enough, which may be in the twentieth step:
     the system then pins 8 GiB in 5 s, or 32 in 18 (an H200's host), while the device waits.
     XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE would take all of it twice: XLA has two such pools, of which the
-    other only stages copies. Raises InputError where the host has no room left for it.
+    other only stages copies. What a process has reserved stays in its pool.
     """
+    taken = missing(size)
+    if not taken:
+        return
     host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
-    started = time.monotonic()
-    taken = regions(size, _present())
-    free = hardware.host_free_bytes()
-    require(
-        COST * sum(taken) * 2**30 <= free,
-        f"{sum(taken)} GiB of host memory are to be pinned, which takes {COST:.0%} of that, and "
-        f"{free / 2**30:.1f} are free; end what else runs here, or set a lower offload.host_gib, with "
-        "offload.level = 'auto' or a smaller offload.fraction",
-    )
+    started, held = time.monotonic(), []  # until the last is there: a gap in one would serve for the next
     log.info("pinning %d GiB of host memory ...", sum(taken))
-    held = []  # until the last is there: a gap in one would serve for the next
     try:
         for region in taken:
-            # One GiB less: of the last region a little is in use by now, if the limit is what sizes it.
-            shape = (region - 1, 1 << 30)
+            # A little less: of the pool a little is in use by now, and its limit may size the last region.
+            shape = (region * 4 - 1, 1 << 28)
             make = jax.jit(functools.partial(jax.lax.empty, shape, jnp.uint8), out_shardings=host)
             held.append(make().block_until_ready())
     except jax.errors.JaxRuntimeError as error:
         why = str(error).partition("\n")[0]
         log.warning("could not pin %d GiB of host memory at once; steps may wait for it: %s", sum(taken), why)
     else:
+        _reserved.extend(taken)
         log.info("pinned %d GiB of host memory in %.0f s", sum(taken), time.monotonic() - started)
+
+
+def missing(size: int) -> list[int]:
+    """Returns the `regions` that `reserve` of so many bytes would add to what this process has reserved."""
+    there = sum(_reserved)
+    return regions(size - (there << 30), _present() - there) if size > there << 30 else []
+
+
+_reserved: list[int] = []  # GiB of regions
 
 
 SMALLEST = 4  # GiB of a region: arrays end where it ends, so that several small ones would be of no use
@@ -109,8 +112,8 @@ def regions(size: int, limit: int) -> list[int]:
     limit: of the pool, in GiB. XLA's pool answers a request for which it has no gap by a region of the next
     power of two, never smaller than the one before, or by all that the limit leaves: 72 GiB at once become
     128, and the system kills a process that pins more than there is. So they are powers of two, the smallest
-    first, that add up to at most an eighth and 4 GiB more than `size`; one region where the limit is no more
-    than that.
+    first, that add up to at most an eighth and 4 GiB more than `size`; or one region, all that the limit
+    allows, where that is less than 4 GiB more.
     """
     needed = -(-size >> 30)
     step = max(SMALLEST, 1 << max(needed.bit_length() - 4, 0))

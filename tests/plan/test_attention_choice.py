@@ -302,7 +302,7 @@ def test_a_step_takes_it_and_choices_say_why(small, caplog, tmp_path):
 def refused(kept: str, tried: list[str]):
     """Returns a search for which nothing fits but with one attention. tried: what it was asked for."""
 
-    def search(config, *_, **how):
+    def search(config, *_):
         tried.append(config.kernels.attention)
         if config.kernels.attention != kept:
             raise NothingFits(config, Room(1 << 30, 1 << 30))
@@ -311,7 +311,7 @@ def refused(kept: str, tried: list[str]):
     return search
 
 
-def test_where_nothing_fits_with_cudnn_the_small_attention_is_tried():
+def test_where_nothing_fits_with_cudnn_triton_is_tried():
     tried, config = [], load("offload.level=none", "remat.policy=auto")
     how = layout_of(config, 1), 16, HOPPER
     found = attention_choice.or_without_workspace(refused("triton", tried), config, *how)
@@ -328,7 +328,7 @@ def test_where_nothing_fits_with_cudnn_the_small_attention_is_tried():
         ([], 16, None),  # another device
     ],
 )
-def test_where_the_small_attention_would_be_no_other_nothing_fits(settings, segments, capability):
+def test_where_triton_would_be_no_other_nothing_fits(settings, segments, capability):
     tried, config = [], load("offload.level=none", "remat.policy=auto", *settings)
     layout = layout_of(config, 1)
     with pytest.raises(NothingFits, match="nothing fits"):
@@ -336,9 +336,7 @@ def test_where_the_small_attention_would_be_no_other_nothing_fits(settings, segm
     assert len(tried) == 1
 
 
-def test_a_step_that_does_not_fit_as_compiled_is_compiled_with_the_small_attention(
-    small, monkeypatch, caplog
-):
+def test_a_step_that_does_not_fit_as_compiled_is_compiled_with_triton(small, monkeypatch, caplog):
     config, data = small
     caplog.set_level("INFO", "jaxthru")
     proposed, tried = choices.proposed, []
@@ -347,7 +345,7 @@ def test_a_step_that_does_not_fit_as_compiled_is_compiled_with_the_small_attenti
         refused("xla", tried)(config)
         return proposed(config, *how)
 
-    monkeypatch.setattr(attention_choice, "SMALL", "xla")  # which a CPU can run
+    monkeypatch.setattr(attention_choice, "NO_WORKSPACE", "xla")  # which a CPU can run
     monkeypatch.setattr(attention_choice, "attention_stand_in", lambda *_: ("a stand-in", 1 << 30))
     monkeypatch.setattr(choices, "proposed", none_but_small)
     build = compile_step(config, validate(config, jax.devices()[:1]), data)
@@ -357,7 +355,7 @@ def test_a_step_that_does_not_fit_as_compiled_is_compiled_with_the_small_attenti
     assert f"kernels.attention = 'auto' is 'xla', {attention_choice.NO_ROOM}" in caplog.text
 
 
-def test_plan_memory_tries_the_small_attention_too(monkeypatch, capsys):
+def test_plan_memory_tries_triton_too(monkeypatch, capsys):
     monkeypatch.setattr(aot, "available", lambda: False)
     monkeypatch.setattr(choices, "documents", lambda config: choices.Documents(32, 1, ("a note",), None))
     monkeypatch.setattr(memory, "room", lambda *_: Room(118 << 30, 115 << 30))
@@ -415,7 +413,7 @@ def test_plan_memory_follows_the_table(monkeypatch, capsys, mean):
     monkeypatch.setattr(aot, "available", lambda: False)
     monkeypatch.setattr(choices, "documents", lambda config: choices.Documents(16, 1, ("a note",), mean))
     monkeypatch.setattr(measured, "TABLE", table((128, 8192, 500, "triton")))
-    settings = "model.layers=1", "remat.policy=full", "offload.level=none"
+    settings = "model.layers=1", "remat.policy=full", "model.loop=unroll", "offload.level=none"
     words = [word for each in settings for word in ("--set", each)]
     assert main(["memory", "--config", str(ROOT / "configs" / "llama3_8b_8layer.py"), *words]) == 0
     said = capsys.readouterr().out

@@ -18,7 +18,7 @@ from jaxthru import config as configuration
 from jaxthru.build import choices, confirmed, resuming
 from jaxthru.build.checks import validate
 from jaxthru.build.compiled import compile_step
-from jaxthru.build.defaults import get, plain
+from jaxthru.build.defaults import get, plain, replaced
 from jaxthru.build.least_offload import LEVELS
 from jaxthru.build.memory_estimate import Room, estimate
 from jaxthru.build.proposals import OVER, PCIE_ALONE, POLICIES, candidates
@@ -27,7 +27,8 @@ from jaxthru.data.loading.batch import BATCH_FIELDS
 from jaxthru.runtime.errors import InputError
 
 GIB = 2**30
-OPEN = "remat.policy=auto", "model.loop=auto", "offload.level=auto"
+OPEN_KEYS = "remat.policy", "model.loop", "offload.level"
+OPEN = tuple(f"{key}=auto" for key in OPEN_KEYS)
 
 
 def load(name: str, *overrides: str):
@@ -73,20 +74,47 @@ def test_one_stage_at_a_time_where_what_that_spares_makes_the_faster_step():
     """Few layers and a large vocabulary: with two stages on their way, all would have to be on the host."""
     room = Room(20 * GIB, 100 * GIB)
     found = next(candidates(eight_layers(), room))
-    assert found.config.offload.staging_gib == 0 and found.said.endswith(", one stage at a time")
+    assert found.config.offload.prefetch == 0 and found.said.endswith(", one stage at a time")
     assert found.seconds == found.matmuls + found.moved / PCIE_ALONE  # a device that waits hides nothing
     named = eight_layers("offload.level=optimizer", "offload.fraction=0.5")
-    assert {each.config.offload.staging_gib for each in candidates(named, Room(40 * GIB, GIB << 7))} == {4.0}
-    # With room enough there is no such candidate: copies that hide behind matmuls are never slower.
-    wide = candidates(eight_layers("remat.policy=full"), Room(24 * GIB, 100 * GIB))
-    assert all(each.config.offload.ahead for each in wide)
+    assert {each.config.offload.prefetch for each in candidates(named, Room(40 * GIB, GIB << 7))} == {2}
+    # With room for those on their way, it is what comes next where a compile finds that too large.
+    wide = candidates(eight_layers("remat.policy=full", "model.loop=unroll"), Room(30 * GIB, 100 * GIB))
+    found = [each for each in wide if each.config.offload.layered]
+    assert [each.config.offload.prefetch for each in found] == [2, 0]
+    assert found[0].seconds < found[1].seconds and not any(each.near for each in found)
+    near = candidates(eight_layers("remat.policy=full"), Room(round(17.5 * GIB), 100 * GIB))
+    assert [(each.near, each.config.offload.prefetch) for each in near][:2] == [(False, 0), (True, 2)]
+
+
+def test_a_run_that_goes_on_with_another_prefetch_is_searched_for_anew():
+    """It is asked for, and is chosen: kept is what was chosen for the same."""
+    asked = eight_layers(
+        "optim.state=split_master_float32", "train.loss_chunk=small", "mesh.transfers=collectives"
+    )
+    run = replaced(
+        asked, dict(zip(OPEN_KEYS, ("full", "unroll", "optimizer"), strict=True)) | {"offload.fraction": 0.5}
+    )
+    tight = replaced(run, {"offload.prefetch": 0})
+    made = {chosen: choices.made(asked, chosen, "it fits", jax.devices()[:1]) for chosen in (run, tight)}
+
+    def level(config, run):
+        here = [dataclasses.replace(each, device=choices.device_name(jax.devices())) for each in made[run]]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(choices, "plain", lambda config: config)
+            found = choices.resolve(config, run, here).offload
+        return found.level, found.prefetch
+
+    assert level(asked, run) == ("optimizer", 2) and level(asked, tight) == ("optimizer", 0)
+    fewer = configuration.changed(asked, ["offload.prefetch=1"])
+    assert level(fewer, run) == level(fewer, tight) == ("auto", 1)
 
 
 def test_what_was_chosen_with_the_level_of_offload_is_kept_with_it(tmp_path):
     asked = eight_layers()
     chosen = next(candidates(asked, Room(20 * GIB, 100 * GIB))).config
     made = choices.made(asked, chosen, "it fits", jax.devices()[:1])
-    assert {"offload.level", "offload.fraction", "offload.staging_gib"} <= {each.key for each in made}
+    assert {"offload.level", "offload.fraction", "offload.prefetch"} <= {each.key for each in made}
     here = choices.device_name(jax.devices())
     recorded = [dataclasses.replace(each, device=here) for each in made]
     with_gpu = [types.SimpleNamespace(platform="gpu", device_kind="cpu", process_index=0)] * len(

@@ -113,12 +113,18 @@ def test_another_family_is_another_model(kept, monkeypatch, tmp_path):
 
 def test_what_is_named_and_what_changes_numbers_is_left_alone(kept):
     values = {"optim.state": "int8", "remat.policy": "gate", "offload.level": "optimizer"}
-    values |= {"offload.fraction": 0.25, "kernels.attention": "triton", "kernels.rms_norm": "triton"}
+    values |= {
+        "offload.fraction": 0.25,
+        "offload.prefetch": 0,
+        "kernels.attention": "triton",
+        "kernels.rms_norm": "triton",
+    }
     why = {"kernels.rms_norm": choices.CAN_RUN}
     kept().keep(Choice(key, "auto", value, why.get(key, "why"), "") for key, value in values.items())
     found, config = kept(), jaxthru.RunConfig()
     settled = found.settled(config)
-    assert (settled.offload.level, settled.offload.fraction) == ("optimizer", 0.25)
+    offload = settled.offload
+    assert (offload.level, offload.fraction, offload.prefetch) == ("optimizer", 0.25, 0)
     assert (settled.remat.policy, settled.kernels.attention) == ("gate", "triton")
     assert (settled.optim.state, settled.kernels.rms_norm) == ("auto", "auto")
     assert (found.reason("kernels.attention"), found.reason("kernels.rms_norm")) == ("why", "")

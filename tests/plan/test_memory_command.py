@@ -65,7 +65,7 @@ def test_without_the_plugin_an_estimate_is_printed_and_said_to_be_one(monkeypatc
     assert said.startswith("Memory of a step, an estimate by arithmetic: ") and "fits: " in said
     assert "the GPU's host: 100.0 GiB to pin, by offload.host_gib" in said
     assert main([*of, "--set", "offload.host_gib=5"]) == 1
-    assert "which may pin 5.0 (offload.host_gib)" in capsys.readouterr().out
+    assert "of which it may fill 4.8 (97% of offload.host_gib)" in capsys.readouterr().out
 
 
 def test_a_config_json_is_planned_as_a_run_on_that_device_would_take_it(tmp_path, monkeypatch, capsys):

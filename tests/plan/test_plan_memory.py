@@ -443,9 +443,34 @@ def test_what_fits_with_the_least_traffic_is_proposed():
 
 def test_what_lacks_names_the_setting():
     plan = MemoryPlan({}, {}, 100 * GIB, 90 * GIB)
-    assert Room(104 * GIB, 93 * GIB).shortfall(plan) == []  # 97 % of either
+    assert Room(101 * GIB, 91 * GIB).shortfall(plan) == []
+    assert len(Room(103 * GIB, 92 * GIB).full.shortfall(plan)) == 2  # 97 % of either
     device, host = Room(99 * GIB, 80 * GIB).shortfall(plan)
-    assert "offload.level" in device and "which may pin 80.0 (offload.host_gib)" in host
+    assert "offload.level" in device and "it may fill 80.0 (97% of offload.host_gib)" in host
+
+
+def test_a_host_keeps_some_memory_for_the_process_and_the_driver(monkeypatch):
+    """One of 128 GiB has 125.9: with 120 pinned it killed the run, and with 112 it had 2 left."""
+    monkeypatch.setattr(memory_estimate.hardware, "host_limit_bytes", lambda: round(125.9 * GIB))
+    assert 108 * GIB < memory_estimate.host_room(load("llama3_8b", "offload.level=optimizer")) < 109 * GIB
+    monkeypatch.setattr(memory_estimate.hardware, "host_limit_bytes", lambda: 8 * GIB)
+    assert memory_estimate.host_room(load("llama3_8b")) == round(4 * GIB / 1.05)  # of a small one, half
+
+
+def test_what_a_host_has_no_room_for_is_refused_before_it_is_pinned(monkeypatch):
+    monkeypatch.setattr(pinned_host.pinned, "reserve", lambda size: pytest.fail("it was pinned"))
+    monkeypatch.setattr(pinned_host.pinned, "_reserved", [])
+    monkeypatch.setattr(pinned_host.hardware, "host_free_bytes", lambda: 40 * GIB)
+    monkeypatch.setattr(memory_estimate.hardware, "host_limit_bytes", lambda: 128 * GIB)
+    gpu = Mock(platform="gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    monkeypatch.setenv(pinned_host.pinned.LIMIT, "128")
+    said = r"40 GiB of host memory .* takes 105% of that, and 40.0 are free; .* offload.host_gib"
+    with pytest.raises(InputError, match=said):
+        pinned_host.reserve(load("llama3_8b", "train.microbatches=2"), [gpu])
+    monkeypatch.setenv(pinned_host.pinned.LIMIT, "20")
+    with pytest.raises(InputError, match=r"LIMIT_GB = 20 .*: the plan pins 30.2 GiB"):
+        pinned_host.reserve(load("llama3_8b", "train.microbatches=2"), [gpu])
 
 
 def test_the_host_room_is_what_is_configured():

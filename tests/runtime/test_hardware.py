@@ -75,15 +75,17 @@ MEMINFO = "MemTotal: 1000 kB\nMemAvailable: 700 kB\nSwapFree: {swap} kB\n"
         ({}, 0, 700),
         ({}, 50, 750),
         ({"memory.max": 800 << 10, "memory.current": 200 << 10}, 0, 600),
+        ({"memory.max": 800 << 10, "memory.current": 200 << 10}, 50, 600),  # swap space is the machine's
         ({"memory.max": 950 << 10, "memory.current": 200 << 10}, 0, 700),  # others use the machine, too
         (
             {
                 "memory.max": 800 << 10,
                 "memory.current": 500 << 10,
-                "memory.stat": f"anon 5\ninactive_file {100 << 10}\nactive_file {50 << 10}\nshmem 4\n",
+                "memory.stat": f"anon 5\ninactive_file {100 << 10}\nactive_file {50 << 10}\nshmem 4\n"
+                "slab_reclaimable 1024\n",
             },
             0,
-            450,
+            451,
         ),
         ({"memory.max": 8000 << 10, "memory.current": 300 << 10}, 0, 7700),  # it grows as it is used
     ],

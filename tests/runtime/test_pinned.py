@@ -1,5 +1,6 @@
 """How much host memory XLA may pin, and that it does so before the first step."""
 
+import math
 import mmap
 import os
 import re
@@ -96,12 +97,37 @@ def test_little_more_than_asked_for_is_reserved_and_never_more_than_the_limit():
             assert len(taken) <= 4 and taken == sorted(set(taken))
 
 
-def test_what_the_host_has_no_room_for_is_refused_and_not_pinned(monkeypatch):
-    monkeypatch.setenv(pinned.LIMIT, "128")
-    monkeypatch.setattr("jaxthru.runtime.hardware.host_free_bytes", lambda: round(75 * GIB))
-    said = r"72 GiB of host memory .*105% of that, and 75.0 are free; .* a lower offload.host_gib"
-    with pytest.raises(InputError, match=said):
-        pinned.reserve.__wrapped__(72 * GIB)
+@pytest.fixture
+def asked_for(monkeypatch):
+    """The bytes that are asked for at once, none of which is taken, where nothing is reserved yet."""
+    asked, empty = [], pinned.jax.lax.empty
+
+    def little(shape, dtype):
+        asked.append(math.prod(shape))
+        return empty((1,), dtype)
+
+    monkeypatch.setattr(pinned.jax.lax, "empty", little)
+    monkeypatch.setattr(pinned, "_reserved", [])
+    return asked
+
+
+def test_a_region_is_asked_for_by_little_less_than_it_is_to_be(asked_for, monkeypatch):
+    """The pool answers by the next power of two, or by what its limit leaves."""
+    monkeypatch.setenv(pinned.LIMIT, "120")
+    pinned.reserve(81 * GIB)
+    assert [each < gib * GIB for each, gib in zip(asked_for, [8, 16, 64], strict=True)] == [True] * 3
+    assert [1 << (each - 1).bit_length() for each in asked_for] == [8 * GIB, 16 * GIB, 64 * GIB]
+    asked_for.clear()
+    pinned.reserve(60 * GIB)  # which is there
+    assert asked_for == []
+    pinned.reserve(100 * GIB)
+    assert len(asked_for) == 2 and sum(pinned._reserved) == 88 + 12
+    asked_for.clear()
+    monkeypatch.setattr(pinned, "_reserved", [])
+    monkeypatch.setenv(pinned.LIMIT, "33")  # one GiB less would be the 32 of a smaller region
+    pinned.reserve(33 * GIB)
+    (whole,) = asked_for
+    assert 32 * GIB < whole < 33 * GIB
 
 
 @pytest.mark.gpu

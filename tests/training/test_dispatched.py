@@ -25,8 +25,8 @@ def optim(**settings):
 
 LEVELS = {
     "optimizer, exact": (OffloadConfig("optimizer"), {"clip_rule": "exact"}),
-    "gradients, exact": (OffloadConfig("gradients", fraction=0.5), {"clip_rule": "exact"}),
-    "gradients, previous": (OffloadConfig("gradients", staging_gib=0.0), {"clip_rule": "previous"}),
+    "gradients, exact": (OffloadConfig("gradients", fraction=0.5, prefetch=0), {"clip_rule": "exact"}),
+    "gradients, previous": (OffloadConfig("gradients", prefetch=0), {"clip_rule": "previous"}),
     "parameters, exact, inputs": (OffloadConfig("parameters", activations="inputs"), {"clip_rule": "exact"}),
     "parameters, previous, names": (
         OffloadConfig("parameters", activations="names"),

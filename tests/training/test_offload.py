@@ -123,11 +123,11 @@ def test_a_step_leaves_the_state_where_it_was_and_nothing_beside_it(clip_rule, c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staging", [1e-9, 0.0])
-def test_no_more_than_a_few_parts_are_ever_on_the_device(staging):
+@pytest.mark.parametrize("prefetch", [AHEAD, 0])
+def test_no_more_than_a_few_parts_are_ever_on_the_device(prefetch):
     """Counted whenever a program is dispatched; the clip rule keeps no gradients."""
-    config = OffloadConfig("parameters", activations="inputs", staging_gib=staging)
-    most = config.ahead + 3
+    most = prefetch + 3
+    config = OffloadConfig("parameters", activations="inputs", staging_gib=0.0, prefetch=prefetch)
     whole = make(clip_rule="previous", layers=5)
     compiled, state = tiny.dispatched(whole, config)
     layer = (
@@ -201,7 +201,7 @@ def test_fetched_is_ahead_by_so_many_and_keeps_nothing(ahead):
             made.append(weakref.ref(tree))
             yield tree, sharding
 
-    coming = Fetched(trees(), ahead=ahead)
+    coming = Fetched(trees(), prefetch=ahead)
     assert asked == []
     for index in range(6):
         tree = next(coming)
