@@ -81,20 +81,16 @@ def by_table(
     """
     if capability is None or mean is None or not _open(config, segments):
         return config, ""
-    rows, kinds = shapes_of(config, layout)
+    _, kinds = shapes_of(config, layout)
     points = [measured.nearest(kind.head_dim, config.data.sequence, mean, capability) for kind in kinds]
     names = {point and point.fastest for point in points}
     if len(names) != 1 or None in names or any(kind.window is not None for kind in kinds):
         return config, ""  # no window was measured
     (name,) = names
-
-    def runs(one: str) -> bool:
-        return all(_runs(one, kind, rows, config, layout, segments) for kind in kinds)
-
-    if not runs(name):
+    if not _runs(name, config, layout, segments):
         return config, ""
     fastest, why = replaced(config, {KEY: name}), points[-1].said(config.data.sequence, mean)
-    if name == "cudnn_packed" and room is not None and runs(NO_WORKSPACE):
+    if name == "cudnn_packed" and room is not None and _runs(NO_WORKSPACE, config, layout, segments):
         tokens, layers = config.train.rows * config.data.sequence, len(family.chain(config.model).layers)
         longer = max(
             point.seconds(NO_WORKSPACE, kind.heads, tokens) - point.seconds(name, kind.heads, tokens)
@@ -143,12 +139,11 @@ def or_without_workspace[Found](
     try:
         return search(config, "")
     except NothingFits as error:
-        rows, kinds = shapes_of(config, layout)
         if (
             capability is None
             or attention_by(config, "gpu") != "auto"
             or not attention_stand_in(error.config, layout, segments)[1]
-            or not all(_runs(NO_WORKSPACE, kind, rows, config, layout, segments) for kind in kinds)
+            or not _runs(NO_WORKSPACE, config, layout, segments)
         ):
             raise
     return search(replaced(config, {KEY: NO_WORKSPACE}), NO_ROOM)
@@ -161,11 +156,16 @@ def _open(config: RunConfig, segments: int) -> bool:
     return not named and segments > 1 and config.precision.compute != "float32"
 
 
-def _runs(
+def _runs(name: str, config: RunConfig, layout: Layout, segments: int) -> bool:
+    """Says whether an implementation can run each kind of a model's attention here, or on the GPU that is
+    planned for, with a workspace that `automatic` would give it."""
+    rows, kinds = shapes_of(config, layout)
+    return all(_runs_kind(name, kind, rows, config, layout, segments) for kind in kinds)
+
+
+def _runs_kind(
     name: str, kind: AttentionShape, rows: int, config: RunConfig, layout: Layout, segments: int
 ) -> bool:
-    """Says whether an implementation can run here, or on the GPU that is planned for, with a workspace that
-    `automatic` would give it."""
     shape, dtype = (rows, config.data.sequence), jnp.dtype(config.precision.compute)
     heads, kv_heads = kind.heads // layout.size("heads"), kind.kv_heads // layout.size("kv_heads")
     elements = math.prod((*shape, heads, kind.head_dim))

@@ -12,11 +12,7 @@ import numpy as np
 from jaxthru.build import attention_choice, choices, early_choices, pinned_host
 from jaxthru.build.adapted_weights import published_weights, reader_of
 from jaxthru.build.batches import place, train_batches
-from jaxthru.build.checks import (
-    check_objective,
-    check_vocabulary,
-    validate,
-)
+from jaxthru.build.checks import check_objective, check_vocabulary, validate
 from jaxthru.build.choices import Choice
 from jaxthru.build.defaults import replaced
 from jaxthru.build.host_memory import check_host_memory

@@ -10,7 +10,7 @@ from jaxthru.build.memory_estimate import estimate, gib, indispensable
 from jaxthru.config import RunConfig
 from jaxthru.engine.offload import OffloadConfig
 from jaxthru.runtime import distributed, hardware
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout
 
 
@@ -27,8 +27,7 @@ def check_host_memory(config: RunConfig, layout: Layout) -> None:
     config, processes = plain(config), distributed.sharing_memory()
     here = sum(device.process_index in processes for device in devices)
     lack = lacking(config, len(devices), here, memory_of_host(config))
-    for said in distributed.gather_text(lack):  # hosts may differ, and none can train without the others
-        require(not said, said)
+    distributed.refused_anywhere(lack)  # hosts may differ
 
 
 def memory_of_host(config: RunConfig) -> int:

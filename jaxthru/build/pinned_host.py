@@ -9,7 +9,7 @@ from jaxthru.build.memory_estimate import estimate, host_room
 from jaxthru.config import RunConfig
 from jaxthru.models import family
 from jaxthru.runtime import allocator, distributed, hardware, pinned
-from jaxthru.runtime.errors import InputError, require
+from jaxthru.runtime.errors import InputError
 
 
 def limit(config: RunConfig) -> None:
@@ -58,8 +58,7 @@ def reserve(config: RunConfig, devices: list[jax.Device]) -> None:
     plan, _ = estimate(config, devices=len(devices))
     kept = plan.peak_host * len(here) // len(devices)
     size = min(pinned.spared(kept + saved_at_once(config)), host_room(config))
-    for said in distributed.gather_text(_lacking(config, kept, size)):  # hosts may differ
-        require(not said, said)
+    distributed.refused_anywhere(_lacking(config, kept, size))  # hosts may differ
     pinned.reserve(size)
 
 

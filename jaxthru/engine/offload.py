@@ -240,7 +240,7 @@ class Stores:
     """Keeps the host from dispatching more while transfers to it take above `staging` bytes of the device,
     and are more than `prefetch` stages: a stage's device memory is free when its copy has ended."""
 
-    def __init__(self, staging: int, prefetch: int = AHEAD):
+    def __init__(self, staging: int, prefetch: int):
         self._staging, self._prefetch = staging, prefetch
         self._going: collections.deque[tuple[Tree, int]] = collections.deque()
 

@@ -79,7 +79,9 @@ def _memory(arguments: argparse.Namespace) -> int:
         if arguments.best:
             _show(None, _reasons(config, said))
             return _best(config, *how, segments, room)
-        return _settled(config, *how, segments, room) if choices.open_keys(config) else _plan(config, *how)
+        if not choices.open_keys(config):
+            return config, *_plan(config, *how)
+        return _settled(config, *how, segments, room)
 
     try:
         settled = attention_choice.or_without_workspace(planned, config, layout, segments, target.capability)
@@ -118,8 +120,8 @@ def _reasons(config: RunConfig, said: dict[str, str]) -> list[str]:
 def _settled(
     config, target, devices, segments, known, room
 ) -> tuple[RunConfig, MemoryPlan, MemoryPlan | None]:
-    """Returns a configuration with what it leaves open as a run on these devices would choose it, and its
-    plan, as `_plan` does. segments, known: most documents in a row, as it was asked for, and as it is. Raises
+    """Returns a configuration with what it leaves open as a run on these devices would choose it, and what
+    `_plan` does. segments, known: most documents in a row, as it was asked for, and as it is. Raises
     NothingFits."""
     tried = candidates(config, room, devices=devices, segments=known)
     confirm = lambda candidate: memory.confirm(config, candidate, target, room, devices, segments)  # noqa: E731
@@ -160,17 +162,17 @@ def _best(config, target, devices, segments, known, room) -> None:
         raise NothingFits(config, room, devices, known)
 
 
-def _plan(config, target, devices, segments) -> tuple[RunConfig, MemoryPlan, MemoryPlan | None]:
-    """Returns a configuration, its plan, and the same if it is that of the resident step, compiled."""
+def _plan(config, target, devices, segments) -> tuple[MemoryPlan, MemoryPlan | None]:
+    """Returns the plan of a configuration, and the same if it is that of the resident step, compiled."""
     if not aot.available():
         segments = segments or choices.documents(config)[0]
         size = memory.room(config, target).full.device
-        return config, estimate(config, devices=devices, segments=segments, memory=size)[0], None
+        return estimate(config, devices=devices, segments=segments, memory=size)[0], None
     with refusals_named(config):
         if config.offload.layered:
-            return config, memory.dispatched(config, target, devices, segments), None
+            return memory.dispatched(config, target, devices, segments), None
         plan = memory.resident(config, target, devices, segments)
-    return config, plan, plan
+    return plan, plan
 
 
 def _show(table: rich.table.Table | None, lines: list[str]) -> None:

@@ -104,6 +104,13 @@ def gather_text(text: str) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in np.asarray(rows)]
 
 
+def refused_anywhere(said: str) -> None:
+    """Raises InputError, in all processes, if one of them says why it cannot go on: none can without the
+    others. said: nothing, or a line. All processes must call it."""
+    for each in gather_text(said):
+        require(not each, each)
+
+
 def sharing_memory() -> set[int]:
     """Returns the processes, this one included, that take from one host's memory. All must call it."""
     found = gather_text(hardware.memory_limit_identity())

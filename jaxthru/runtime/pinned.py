@@ -97,7 +97,8 @@ def reserve(size: int) -> None:
 def missing(size: int) -> list[int]:
     """Returns the `regions` that `reserve` of so many bytes would add to what this process has reserved."""
     there = sum(_reserved)
-    return regions(size - (there << 30), _present() - there) if size > there << 30 else []
+    more = min(size, _present() << 30) - (there << 30)
+    return regions(more, _present() - there) if more > 0 else []
 
 
 _reserved: list[int] = []  # GiB of regions

@@ -29,7 +29,6 @@ import timed_loop
 from jaxthru import config as configuration
 from jaxthru.build import choices, early_choices
 from jaxthru.build.checks import validate
-from jaxthru.build.choices import KEPT_WITH
 from jaxthru.build.compiled import Build, build_step
 from jaxthru.build.defaults import AUTO, get
 from jaxthru.build.step import needed_flops
@@ -161,7 +160,10 @@ def run(arguments: argparse.Namespace) -> dict:
 
 def chosen(built: Build) -> dict:
     """Returns what became of the settings that may be `auto`."""
-    return {key: get(built.config, key) for key in (*AUTO, *KEPT_WITH["offload.level"], "kernels.attention")}
+    return {
+        key: get(built.config, key)
+        for key in (*AUTO, *choices.KEPT_WITH["offload.level"], "kernels.attention")
+    }
 
 
 def resident_step(config: configuration.RunConfig, data: Data) -> tuple[Build | None, str]:
