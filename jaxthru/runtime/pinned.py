@@ -98,7 +98,7 @@ def missing(size: int) -> list[int]:
     """Returns the `regions` that `reserve` of so many bytes would add to what this process has reserved."""
     there = sum(_reserved)
     more = min(size, _present() << 30) - (there << 30)
-    return regions(more, _present() - there) if more > 0 else []
+    return regions(more, _present() - there, max(_reserved, default=0)) if more > 0 else []
 
 
 _reserved: list[int] = []  # GiB of regions
@@ -107,21 +107,25 @@ _reserved: list[int] = []  # GiB of regions
 SMALLEST = 4  # GiB of a region: arrays end where it ends, so that several small ones would be of no use
 
 
-def regions(size: int, limit: int) -> list[int]:
+def regions(size: int, limit: int, before: int = 0) -> list[int]:
     """Returns the GiB of at most four regions for `size` bytes, in the order in which to ask for them.
 
-    limit: of the pool, in GiB. XLA's pool answers a request for which it has no gap by a region of the next
-    power of two, never smaller than the one before, or by all that the limit leaves: 72 GiB at once become
-    128, and the system kills a process that pins more than there is. So they are powers of two, the smallest
-    first, that add up to at most an eighth and 4 GiB more than `size`; or one region, all that the limit
-    allows, where that is less than 4 GiB more.
+    limit: what the pool may still take, in GiB. before: of the largest region that it has. It answers a
+    request for which it has no gap by a region of the next power of two, never smaller than the one before,
+    or by all that the limit leaves: 72 GiB at once become 128, and the system kills a process that pins more
+    than there is. So they are powers of two, the smallest first, that add up to at most an eighth and 4 GiB
+    more than `size`; or one region, all that the limit allows, where that is less than 4 GiB more. A pool
+    that has larger ones already answers all by one.
     """
     needed = -(-size >> 30)
     step = max(SMALLEST, 1 << max(needed.bit_length() - 4, 0))
     total = -(-needed // step) * step
     if total > limit - SMALLEST:
         return [limit]
-    return [1 << bit for bit in range(total.bit_length()) if total >> bit & 1]
+    taken = [1 << bit for bit in range(total.bit_length()) if total >> bit & 1]
+    if taken[0] >= before:
+        return taken
+    return [min(max(before, 1 << (total - 1).bit_length()), limit)]
 
 
 _set_here: dict[str, str] = {}  # variables that `limit` set, with their values
