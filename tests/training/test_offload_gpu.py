@@ -18,6 +18,7 @@ from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.gradients import gradient_dtype
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, join_stages, split_stages
 from jaxthru.engine.offload import HOST, OffloadConfig, offloaded_state
+from jaxthru.engine.programs import compiler_with
 from jaxthru.training.state import sharded_init
 
 pytestmark = pytest.mark.gpu
@@ -116,6 +117,7 @@ def record(compiled: DispatchedStep, whole: tiny.Tiny, layers: int) -> None:
 
 
 STEPS = 50
+AWAY = OffloadConfig("parameters"), OffloadConfig("optimizer", 0.5)
 
 
 @pytest.mark.parametrize("state", ["split_master", "split_master_int8", "float32"])
@@ -124,7 +126,7 @@ def test_offloaded_and_resident_updates_agree_to_the_bit(state):
     weights and state that stay."""
     whole = make(state, **(WIDE if jax.default_backend() == "gpu" else {}))
     layers, batch, ends = 4, whole.batch(0), []
-    for config in (OffloadConfig(), OffloadConfig("parameters"), OffloadConfig("optimizer", 0.5)):
+    for config in (OffloadConfig(), *AWAY, *(dataclasses.replace(each, prefetch=0) for each in AWAY)):
         compiled, first = tiny.dispatched(whole, config)
         record(compiled, whole, layers)
         canaries = Canaries(whole.layout.sharding((None,)))
@@ -150,6 +152,30 @@ def test_offloaded_and_resident_updates_agree_to_the_bit(state):
             assert resident.dtype == offloaded.dtype
             # By bytes: that two NaNs differ would hide what this is to find.
             assert resident.tobytes() == offloaded.tobytes(), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("clip_rule", ["exact", "previous"])
+@pytest.mark.parametrize("level", ["optimizer", "parameters"])
+def test_updates_are_the_same_however_many_stages_are_on_their_way(level, clip_rule):
+    """Loss and norm of the gradients of each update, to the bit, with nothing that adds up in any order."""
+    on_gpu = jax.default_backend() == "gpu"
+    shape = WIDE | {"attention": "triton"} if on_gpu else {}
+    whole = make("split_master_int8", clip_rule, **shape)
+    compile_ = compiler_with(whole.step.model.compiler_options(deterministic=True))
+    found = {}
+    for prefetch in (2, 2, 0, 0, 1):
+        config = OffloadConfig(level, prefetch=prefetch)
+        abstract = offloaded_state(whole.abstract, config)
+        compiled = DispatchedStep(whole.step, config, abstract, whole.inputs, compile_)
+        state = jax.device_put(whole.fresh(), jax.tree.map(lambda leaf: leaf.sharding, abstract))
+        rows = []
+        for index in range(STEPS):
+            state, metrics = compiled(state, whole.batch(index % 2))
+            rows.append((metrics["loss"], metrics["grad_norm"]))
+        found.setdefault(prefetch, []).append([tuple(map(float, row)) for row in rows])
+    first, *others = [rows for of_prefetch in found.values() for rows in of_prefetch]
+    assert first[-1][0] < first[0][0], "nothing was learned"
+    assert all(rows == first for rows in others)
 
 
 LEVELS = {
