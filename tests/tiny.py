@@ -187,16 +187,17 @@ def dispatched(whole: Tiny, config: OffloadConfig) -> tuple[DispatchedStep, dict
 _compiled: dict = {}
 
 
-def compile_once(name, function, arguments, donate=(), out_shardings=None, **statics):
-    """Compiles for DispatchedStep. What two levels have in common, which is nearly all, is compiled once."""
+def compile_once(name, function, arguments, donate=(), out_shardings=None, options=None, **statics):
+    """Compiles for DispatchedStep. What two levels have in common, which is nearly all, is compiled once.
+    options: of XLA's; by default those of tests."""
     lowered = trace(name, function, arguments, donate, out_shardings, **statics).lower()
     meshes = {leaf.sharding.mesh for leaf in jax.tree.leaves(arguments)}
     types = str(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), arguments))  # of those not used, too
-    key = lowered.as_text(), types, str(lowered.out_tree), str(meshes)
+    key = lowered.as_text(), types, str(lowered.out_tree), str(meshes), str(options)
     if key not in _compiled:
         # Tests compile much and compute little: on a GPU nothing is timed.
         untimed = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-        options = untimed if jax.default_backend() == "gpu" else None
+        options = options or (untimed if jax.default_backend() == "gpu" else None)
         _compiled[key] = lowered.compile(compiler_options=options)
     compiled = _compiled[key]
     describe = lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)  # noqa: E731

@@ -41,7 +41,7 @@ FLOAT8 = 1.5
 """How much faster layers' matmuls are in float8, quantising included: 8 layers of Llama 3 8B save 92 of 436
 ms on an H200 (docs/results.md). Copies have that much less to hide behind."""
 PCIE = 87e9  # bytes/s of both directions together, fetched, updated and stored (H200, PCIe Gen5)
-PCIE_ALONE = 58e9  # of one direction at a time, one stage after the other (docs/results.md)
+PCIE_ALONE = 58e9  # one direction after the other, one stage at a time: by one shape (docs/results.md)
 SCANNED = {"none": 1.12, "projections": 1.06, "gate": 1.05, "attention": 1.02, "full": 1.0}
 """How much longer a step takes that loops over its layers, by remat.policy: what is kept is copied into
 stacks (two Llamas in bfloat16 on an H200, docs/lab/kernels.md)."""

@@ -72,8 +72,13 @@ def reserve(size: int) -> None:
     By itself it grows when an array finds no gap that is large enough, which may be in the twentieth step:
     the system then pins 8 GiB in 5 s, or 32 in 18 (an H200's host), while the device waits.
     XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE would take all of it twice: XLA has two such pools, of which the
-    other only stages copies. What a process has reserved stays in its pool.
+    other only stages copies. What a process has reserved stays in its pool, and a later run there that needs
+    more has it grow by itself: gaps between what others keep may serve for any request for a region.
     """
+    wanted = min(size >> 30, _present())
+    if _reserved and wanted > sum(_reserved):
+        said = "an earlier run of this process pinned %d GiB of host memory, and %d are needed: %s"
+        log.warning(said, sum(_reserved), wanted, "steps may wait for it; use a process of its own")
     taken = missing(size)
     if not taken:
         return
@@ -86,19 +91,17 @@ def reserve(size: int) -> None:
             shape = (region * 4 - 1, 1 << 28)
             make = jax.jit(functools.partial(jax.lax.empty, shape, jnp.uint8), out_shardings=host)
             held.append(make().block_until_ready())
+            _reserved.append(region)
     except jax.errors.JaxRuntimeError as error:
         why = str(error).partition("\n")[0]
         log.warning("could not pin %d GiB of host memory at once; steps may wait for it: %s", sum(taken), why)
     else:
-        _reserved.extend(taken)
         log.info("pinned %d GiB of host memory in %.0f s", sum(taken), time.monotonic() - started)
 
 
 def missing(size: int) -> list[int]:
-    """Returns the `regions` that `reserve` of so many bytes would add to what this process has reserved."""
-    there = sum(_reserved)
-    more = min(size, _present() << 30) - (there << 30)
-    return regions(more, _present() - there, max(_reserved, default=0)) if more > 0 else []
+    """Returns the `regions` that `reserve` of so many bytes would take: none, if this process has some."""
+    return [] if _reserved else regions(min(size, _present() << 30), _present())
 
 
 _reserved: list[int] = []  # GiB of regions
@@ -107,25 +110,21 @@ _reserved: list[int] = []  # GiB of regions
 SMALLEST = 4  # GiB of a region: arrays end where it ends, so that several small ones would be of no use
 
 
-def regions(size: int, limit: int, before: int = 0) -> list[int]:
+def regions(size: int, limit: int) -> list[int]:
     """Returns the GiB of at most four regions for `size` bytes, in the order in which to ask for them.
 
-    limit: what the pool may still take, in GiB. before: of the largest region that it has. It answers a
-    request for which it has no gap by a region of the next power of two, never smaller than the one before,
-    or by all that the limit leaves: 72 GiB at once become 128, and the system kills a process that pins more
-    than there is. So they are powers of two, the smallest first, that add up to at most an eighth and 4 GiB
-    more than `size`; or one region, all that the limit allows, where that is less than 4 GiB more. A pool
-    that has larger ones already answers all by one.
+    limit: of the pool, in GiB. XLA's pool answers a request for which it has no gap by a region of the next
+    power of two, never smaller than the one before, or by all that the limit leaves: 72 GiB at once become
+    128, and the system kills a process that pins more than there is. So they are powers of two, the smallest
+    first, that add up to at most an eighth and 4 GiB more than `size`; or one region, all that the limit
+    allows, where that is less than 4 GiB more.
     """
     needed = -(-size >> 30)
     step = max(SMALLEST, 1 << max(needed.bit_length() - 4, 0))
     total = -(-needed // step) * step
     if total > limit - SMALLEST:
         return [limit]
-    taken = [1 << bit for bit in range(total.bit_length()) if total >> bit & 1]
-    if taken[0] >= before:
-        return taken
-    return [min(max(before, 1 << (total - 1).bit_length()), limit)]
+    return [1 << bit for bit in range(total.bit_length()) if total >> bit & 1]
 
 
 _set_here: dict[str, str] = {}  # variables that `limit` set, with their values

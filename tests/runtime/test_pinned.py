@@ -89,14 +89,6 @@ def test_what_is_reserved_are_powers_of_two_from_the_smallest_or_the_limit(gib, 
     assert pinned.regions(round(gib * GIB), limit) == regions
 
 
-@pytest.mark.parametrize(
-    ("gib", "limit", "before", "regions"),
-    [(8, 56, 64, [56]), (8, 200, 64, [64]), (80, 200, 64, [128]), (96, 200, 32, [32, 64])],
-)
-def test_a_pool_takes_no_region_smaller_than_the_one_before(gib, limit, before, regions):
-    assert pinned.regions(gib * GIB, limit, before) == regions
-
-
 def test_little_more_than_asked_for_is_reserved_and_never_more_than_the_limit():
     for gib in range(1, 300):
         for limit in (gib, gib + 5, 2 * gib + 8):
@@ -119,7 +111,7 @@ def asked_for(monkeypatch):
     return asked
 
 
-def test_a_region_is_asked_for_by_little_less_than_it_is_to_be(asked_for, monkeypatch):
+def test_a_region_is_asked_for_by_little_less_than_it_is_to_be(asked_for, monkeypatch, caplog):
     """The pool answers by the next power of two, or by what its limit leaves."""
     monkeypatch.setenv(pinned.LIMIT, "120")
     pinned.reserve(81 * GIB)
@@ -127,17 +119,18 @@ def test_a_region_is_asked_for_by_little_less_than_it_is_to_be(asked_for, monkey
     assert [1 << (each - 1).bit_length() for each in asked_for] == [8 * GIB, 16 * GIB, 64 * GIB]
     asked_for.clear()
     pinned.reserve(60 * GIB)  # which is there
-    assert asked_for == []
-    pinned.reserve(100 * GIB)
-    assert len(asked_for) == 1 and sum(pinned._reserved) == 120  # all that is left: half a region of 64
-    asked_for.clear()
+    assert asked_for == [] and not caplog.records
+    pinned.reserve(100 * GIB)  # gaps of the run before would serve for the request
+    assert asked_for == [] and sum(pinned._reserved) == 88
+    assert "an earlier run of this process pinned 88 GiB of host memory, and 100 are needed" in caplog.text
     monkeypatch.setattr(pinned, "_reserved", [])
     monkeypatch.setenv(pinned.LIMIT, "33")  # one GiB less would be the 32 of a smaller region
     pinned.reserve(33 * GIB)
     (whole,) = asked_for
     assert 32 * GIB < whole < 33 * GIB
+    caplog.clear()
     pinned.reserve(72 * GIB)  # more than the pool may hold: it holds all that it may
-    assert asked_for == [whole]
+    assert asked_for == [whole] and not caplog.records
 
 
 @pytest.mark.gpu
@@ -145,7 +138,7 @@ def test_a_region_is_asked_for_by_little_less_than_it_is_to_be(asked_for, monkey
     ("size", "limit", "regions"), [(6, 8, ["8.00GiB"]), (12, 40, ["4.00GiB", "8.00GiB"])]
 )
 def test_a_reserved_pool_of_pinned_memory_does_not_grow(size, limit, regions):
-    """XLA's own log says when it does; arrays of many sizes come and go."""
+    """XLA's own log says when it does; arrays of many sizes come and go, each turn once the last is there."""
     script = f"""
 import jax, jax.numpy as jnp
 from jaxthru.runtime import pinned
@@ -156,7 +149,7 @@ for turn in range(60):
     for part in range(5):
         kept.pop(part, None)
         kept[part] = jax.device_put(jnp.zeros(((500 + 77 * (turn * part % 7)) << 20,), jnp.uint8), host)
-    jax.block_until_ready(kept)  # else the next turn's copies take memory before this one's are there
+    jax.block_until_ready(kept)
 """
     logged = {"TF_CPP_VMODULE": "bfc_allocator=1", "TF_CPP_MIN_LOG_LEVEL": "0", pinned.LIMIT: str(limit)}
     ran = subprocess.run(

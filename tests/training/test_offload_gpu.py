@@ -4,6 +4,7 @@ On a CPU (JAX_PLATFORMS=cpu, marks lifted) all but the last two can be tried in 
 """
 
 import dataclasses
+import functools
 import gc
 import time
 
@@ -18,7 +19,6 @@ from jaxthru.engine.dispatched import DispatchedStep
 from jaxthru.engine.gradients import gradient_dtype
 from jaxthru.engine.model import EMBEDDING, HEAD, LAYERS, join_stages, split_stages
 from jaxthru.engine.offload import HOST, OffloadConfig, offloaded_state
-from jaxthru.engine.programs import compiler_with
 from jaxthru.training.state import sharded_init
 
 pytestmark = pytest.mark.gpu
@@ -157,25 +157,27 @@ def test_offloaded_and_resident_updates_agree_to_the_bit(state):
 @pytest.mark.parametrize("clip_rule", ["exact", "previous"])
 @pytest.mark.parametrize("level", ["optimizer", "parameters"])
 def test_updates_are_the_same_however_many_stages_are_on_their_way(level, clip_rule):
-    """Loss and norm of the gradients of each update, to the bit, with nothing that adds up in any order."""
-    on_gpu = jax.default_backend() == "gpu"
-    shape = WIDE | {"attention": "triton"} if on_gpu else {}
+    """Losses, norms of gradients and the last state, to the bit, where nothing adds up in any order."""
+    shape = WIDE | {"attention": "triton"} if jax.default_backend() == "gpu" else {}
     whole = make("split_master_int8", clip_rule, **shape)
-    compile_ = compiler_with(whole.step.model.compiler_options(deterministic=True))
-    found = {}
-    for prefetch in (2, 2, 0, 0, 1):
-        config = OffloadConfig(level, prefetch=prefetch)
+    options = whole.step.model.compiler_options(deterministic=True)
+    compile_ = functools.partial(tiny.compile_once, options=options)
+    expected = None
+    for prefetch in (2, 2, 1, 0, 0):
+        config = OffloadConfig(level, prefetch=prefetch, staging_gib=0.0)
         abstract = offloaded_state(whole.abstract, config)
         compiled = DispatchedStep(whole.step, config, abstract, whole.inputs, compile_)
         state = jax.device_put(whole.fresh(), jax.tree.map(lambda leaf: leaf.sharding, abstract))
-        rows = []
-        for index in range(STEPS):
-            state, metrics = compiled(state, whole.batch(index % 2))
-            rows.append((metrics["loss"], metrics["grad_norm"]))
-        found.setdefault(prefetch, []).append([tuple(map(float, row)) for row in rows])
-    first, *others = [rows for of_prefetch in found.values() for rows in of_prefetch]
-    assert first[-1][0] < first[0][0], "nothing was learned"
-    assert all(rows == first for rows in others)
+        found = {}
+        for step in range(STEPS):
+            state, metrics = compiled(state, whole.batch(step % 2))
+            found[step] = float(metrics["loss"]), float(metrics["grad_norm"])
+        assert found[STEPS - 1][0] < found[1][0] - 0.05, "nothing was learned"
+        ended = jax.tree.leaves_with_path(compiled.settled(state))
+        found |= {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in ended}
+        expected = expected or found
+        differing = [part for part in expected if found[part] != expected[part]]
+        assert not differing, f"prefetch = {prefetch}: {differing[:3]}"
 
 
 LEVELS = {
