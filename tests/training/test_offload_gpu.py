@@ -126,7 +126,7 @@ def test_offloaded_and_resident_updates_agree_to_the_bit(state):
     weights and state that stay."""
     whole = make(state, **(WIDE if jax.default_backend() == "gpu" else {}))
     layers, batch, ends = 4, whole.batch(0), []
-    for config in (OffloadConfig(), *AWAY, *(dataclasses.replace(each, prefetch=0) for each in AWAY)):
+    for config in (OffloadConfig("none"), *AWAY, *(dataclasses.replace(each, prefetch=0) for each in AWAY)):
         compiled, first = tiny.dispatched(whole, config)
         record(compiled, whole, layers)
         canaries = Canaries(whole.layout.sharding((None,)))
