@@ -177,10 +177,14 @@ class First(FirstState):
         return self.programs[key]
 
 
-def dispatched(whole: Tiny, config: OffloadConfig) -> tuple[DispatchedStep, dict]:
-    """Returns the dispatched step that does what a whole one does, and its first state, where it is to be."""
+def dispatched(
+    whole: Tiny, config: OffloadConfig, options: dict | None = None
+) -> tuple[DispatchedStep, dict]:
+    """Returns the dispatched step that does what a whole one does, and its first state, where it is to be.
+    options: see `compile_once`."""
     abstract = offloaded_state(whole.abstract, config)
-    compiled = DispatchedStep(whole.step, config, abstract, whole.inputs, compile_once)
+    compile_ = functools.partial(compile_once, options=options)
+    compiled = DispatchedStep(whole.step, config, abstract, whole.inputs, compile_)
     return compiled, jax.device_put(whole.fresh(), jax.tree.map(lambda leaf: leaf.sharding, abstract))
 
 

@@ -75,12 +75,11 @@ def reserve(size: int) -> None:
     other only stages copies. What a process has reserved stays in its pool, and a later run there that needs
     more has it grow by itself: gaps between what others keep may serve for any request for a region.
     """
-    wanted = min(size >> 30, _present())
-    if _reserved and wanted > sum(_reserved):
-        said = "an earlier run of this process pinned %d GiB of host memory, and %d are needed: %s"
-        log.warning(said, sum(_reserved), wanted, "steps may wait for it; use a process of its own")
-    taken = missing(size)
-    if not taken:
+    if not (taken := missing(size)):
+        there, wanted = sum(_reserved), min(-(-size >> 30), _present())
+        if wanted > there:
+            said = "an earlier run of this process pinned %d GiB of host memory, and %d are needed: %s"
+            log.warning(said, there, wanted, "steps may wait for it; use a process of its own")
         return
     host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
     started, held = time.monotonic(), []  # until the last is there: a gap in one would serve for the next
@@ -101,7 +100,7 @@ def reserve(size: int) -> None:
 
 def missing(size: int) -> list[int]:
     """Returns the `regions` that `reserve` of so many bytes would take: none, if this process has some."""
-    return [] if _reserved else regions(min(size, _present() << 30), _present())
+    return [] if _reserved else regions(size, _present())
 
 
 _reserved: list[int] = []  # GiB of regions

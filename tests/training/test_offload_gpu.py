@@ -4,7 +4,6 @@ On a CPU (JAX_PLATFORMS=cpu, marks lifted) all but the last two can be tried in 
 """
 
 import dataclasses
-import functools
 import gc
 import time
 
@@ -161,13 +160,10 @@ def test_updates_are_the_same_however_many_stages_are_on_their_way(level, clip_r
     shape = WIDE | {"attention": "triton"} if jax.default_backend() == "gpu" else {}
     whole = make("split_master_int8", clip_rule, **shape)
     options = whole.step.model.compiler_options(deterministic=True)
-    compile_ = functools.partial(tiny.compile_once, options=options)
     expected = None
     for prefetch in (2, 2, 1, 0, 0):
         config = OffloadConfig(level, prefetch=prefetch, staging_gib=0.0)
-        abstract = offloaded_state(whole.abstract, config)
-        compiled = DispatchedStep(whole.step, config, abstract, whole.inputs, compile_)
-        state = jax.device_put(whole.fresh(), jax.tree.map(lambda leaf: leaf.sharding, abstract))
+        compiled, state = tiny.dispatched(whole, config, options)
         found = {}
         for step in range(STEPS):
             state, metrics = compiled(state, whole.batch(step % 2))
