@@ -30,7 +30,10 @@ TILES = {
     "backward_q": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 2},
     "backward_kv": {"BQ": 32, "BK": 64, "num_warps": 4, "num_stages": 3},
 }
-NARROW_TILES_FROM_HOPPER = TILES | {"backward_kv": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 3}}
+NARROW_TILES_FROM_HOPPER = TILES | {
+    "backward_q": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
+    "backward_kv": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
+}
 """For a head dim of 64 or less. Before Hopper these would spill registers."""
 
 # The same for a head dim above 128: so small that they fit into the 99 KiB of shared memory that every GPU
