@@ -34,7 +34,7 @@ NARROW_TILES_FROM_HOPPER = TILES | {
     "backward_q": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
     "backward_kv": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
 }
-"""For a head dim of 64 or less. Before Hopper these would spill registers."""
+"""For a head dim of 64 or less, timed at 64 on an H200. Before Hopper `backward_kv` would spill registers."""
 
 # The same for a head dim above 128: so small that they fit into the 99 KiB of shared memory that every GPU
 # from 8.0 on has, without spilled registers; and for the 227 KiB of Hopper and of data-centre
