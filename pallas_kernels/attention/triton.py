@@ -30,10 +30,7 @@ TILES = {
     "backward_q": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 2},
     "backward_kv": {"BQ": 32, "BK": 64, "num_warps": 4, "num_stages": 3},
 }
-NARROW_TILES_FROM_HOPPER = TILES | {
-    "backward_q": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
-    "backward_kv": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
-}
+NARROW_TILES_FROM_HOPPER = {name: {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 3} for name in TILES}
 """For a head dim of 64 or less, timed at 64 on an H200. Before Hopper `backward_kv` would spill registers."""
 
 # The same for a head dim above 128: so small that they fit into the 99 KiB of shared memory that every GPU
