@@ -378,8 +378,8 @@ def test_rows_take_what_is_auto_and_their_peers_the_same_shape(bench, rows, tmp_
             words = row.command(peer, setup)[3:]
             shape = harness.Shape.of(harness.peer_parser("").parse_known_args(words)[0])
             assert shape == harness.Shape.of(config.model)
-            if shape.tied_embeddings:
-                assert races.CONTENDERS[peer].peer != "torchtitan", "which has no tied embeddings"
+            if shape.qk_norm:
+                assert races.CONTENDERS[peer].peer != "torchtitan", "whose Llama has no norms of queries and keys"
     shape = harness.Shape.of(setup.config(rows["qwen3_4b"]).model)
     assert (shape.qk_norm, shape.tied_embeddings, shape.rope_theta) == (1, 1, 1e6)
     assert llama.parameters(setup.config(rows["qwen3_4b"]).model) == pytest.approx(4.02e9, rel=0.01)
@@ -404,13 +404,11 @@ def test_contenders_start_programs_that_are_there(bench, monkeypatch, tmp_path, 
             assert [each.name for each in row.wanted([])].count(name) == row.rounds
 
 
-def test_a_peer_without_tied_embeddings_says_so_in_one_line(bench):
+def test_a_peer_says_in_one_line_what_of_a_shape_it_lacks(bench):
     shape = bench("harness").Shape(tied_embeddings=1, qk_norm=1)
-    with pytest.raises(
-        SystemExit, match=r"^torchtitan.py: has no tied_embeddings and no qk_norm; run [^\n]+$"
-    ):
-        shape.need_plain("torchtitan.py")
-    bench("harness").Shape().need_plain("torchtitan.py")
+    with pytest.raises(SystemExit, match=r"^this.py: has no tied_embeddings and no qk_norm; run [^\n]+$"):
+        shape.need_none_of("tied_embeddings", "qk_norm", peer="this.py")
+    bench("harness").Shape(tied_embeddings=1).need_none_of("qk_norm", peer="this.py")
 
 
 def test_only_named_packages_are_stood_in_for_where_maxtext_lacks_them(bench, monkeypatch):

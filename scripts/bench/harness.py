@@ -53,10 +53,9 @@ class Shape:
         named = dataclasses.asdict(self).items()
         return [word for name, value in named for word in (f"--{name.replace('_', '-')}", str(value))]
 
-    def need_plain(self, peer: str) -> None:
-        """Ends a peer with one line if it has no tied embeddings or norms of queries and keys, and the shape
-        has."""
-        if lacking := [name for name in ("tied_embeddings", "qk_norm") if getattr(self, name)]:
+    def need_none_of(self, *names: str, peer: str) -> None:
+        """Ends a peer that lacks these with one line if the shape has one. names: of fields."""
+        if lacking := [name for name in names if getattr(self, name)]:
             sys.exit(f"{peer}: has no {' and no '.join(lacking)}; run peers.hugging_face for this shape")
 
 

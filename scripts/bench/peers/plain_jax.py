@@ -122,7 +122,7 @@ def main() -> int:
     arguments = harness.peer_parser(__doc__.splitlines()[0]).parse_args()
     xla.configure()
     shape = harness.Shape.of(arguments)
-    shape.need_plain("plain_jax.py")
+    shape.need_none_of("tied_embeddings", "qk_norm", peer="plain_jax.py")
     rows = harness.rows_of(arguments)
 
     @jax.jit

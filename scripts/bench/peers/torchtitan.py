@@ -3,8 +3,8 @@
     PYTHONPATH=scripts/bench python -m peers.torchtitan [--float8 tensorwise] [--tokens FILE]
 
 Of torchtitan: the model, its compiling block by block, its compiled loss; its one-GPU mixed precision is
-autocast over float32 weights. Written for torchtitan 0.2.2, which goes with torch 2.11; its Llama has no tied
-embeddings, so that Llama 3.2 1B is not among the shapes that it runs.
+autocast over float32 weights. Written for torchtitan 0.2.2, which goes with torch 2.11. Its Llama has no tied
+embeddings: for a shape that has, they are tied here as its Qwen3 ties them, both modules having one weight.
 """
 
 import sys
@@ -25,7 +25,7 @@ from torchtitan.models.llama3.model.model import Transformer  # noqa: E402
 def build(arguments) -> Transformer:
     """Returns the model in float32, its weights initialised, without activation checkpointing."""
     shape = harness.Shape.of(arguments)
-    shape.need_plain("torchtitan.py")
+    shape.need_none_of("qk_norm", peer="torchtitan.py")
     sizes = TransformerModelArgs(
         dim=shape.embed,
         n_layers=shape.layers,
@@ -33,12 +33,14 @@ def build(arguments) -> Transformer:
         n_kv_heads=shape.kv_heads,
         vocab_size=shape.vocabulary,
         multiple_of=shape.mlp,  # 8/3 of dim, rounded up to a multiple of this, is the width of the MLP
-        rope_theta=harness.ROPE_THETA,
+        rope_theta=shape.rope_theta,
         max_seq_len=8192,
     )
     with torch_step.device(), torch.no_grad():
         model = Transformer(sizes)
         model.init_weights()
+        if shape.tied_embeddings:
+            model.tok_embeddings.weight = model.output.weight
     return model.train()
 
 
