@@ -379,7 +379,7 @@ def test_rows_take_what_is_auto_and_their_peers_the_same_shape(bench, rows, tmp_
             shape = harness.Shape.of(harness.peer_parser("").parse_known_args(words)[0])
             assert shape == harness.Shape.of(config.model)
             if shape.qk_norm:
-                assert races.CONTENDERS[peer].peer != "torchtitan", "whose Llama has no norms of queries and keys"
+                assert races.CONTENDERS[peer].peer != "torchtitan", "whose Llama has no qk_norm"
     shape = harness.Shape.of(setup.config(rows["qwen3_4b"]).model)
     assert (shape.qk_norm, shape.tied_embeddings, shape.rope_theta) == (1, 1, 1e6)
     assert llama.parameters(setup.config(rows["qwen3_4b"]).model) == pytest.approx(4.02e9, rel=0.01)
