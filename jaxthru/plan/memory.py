@@ -72,15 +72,15 @@ def dispatched(
 def confirm(
     asked: RunConfig, candidate: Candidate, target: aot.Target, room: Room, devices: int, segments: int | None
 ) -> tuple[Candidate, MemoryPlan] | None:
-    """Returns a candidate, with the least offload that fits where that was left open, and its memory, if it
-    fits as compiled; or by arithmetic, where nothing can be compiled."""
+    """Returns a candidate, with the least offload that fits where that was left open and what arithmetic says
+    of that, and its memory, if it fits as compiled; or by arithmetic, where nothing can be compiled."""
     config = candidate.config
     room = room.full
     if not config.offload.layered:
         plan = resident(config, target, devices, segments) if aot.available() else candidate.plan
         return (candidate, plan) if room.holds(plan) else None
+    known = segments or choices.documents(config).segments
     if not aot.available():
-        known = segments or choices.documents(config).segments
         planned = by_arithmetic(config, devices, known, placed=True)
         if (found := fitted(config, asked.offload.level, room, planned)) is None:
             return None
@@ -96,7 +96,8 @@ def confirm(
         return None
     config, plan, moved = found
     plan = dataclasses.replace(plan, notes=(*notes, f"each program {how}", *plan.notes))
-    return dataclasses.replace(candidate, config=config, moved=moved), plan
+    estimated, _ = by_arithmetic(config, devices, known)(config.offload)
+    return dataclasses.replace(candidate, config=config, plan=estimated, moved=moved), plan
 
 
 def compiled(made: Assembled, target: aot.Target, devices: int, hosts: int = 1) -> aot.Program:
@@ -193,7 +194,7 @@ def proposal_table(proposals: list[Proposal]) -> rich.table.Table:
 def best_table(rows: list[tuple[Candidate, MemoryPlan | None, bool | None]]) -> rich.table.Table:
     """Returns what `auto` may stand for, the fastest first. rows: a candidate, its memory as compiled, and
     whether it fits; None is not compiled."""
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("remat\npolicy", "model\nloop", "offload\nlevel"):
         table.add_column(column, no_wrap=True)
     for column in ("\nfraction", "\ntime", "GiB, by\nestimate", "GiB as\ncompiled", "host\nGiB", "\nfits"):
@@ -209,7 +210,7 @@ def best_table(rows: list[tuple[Candidate, MemoryPlan | None, bool | None]]) -> 
             f"{candidate.seconds / least:.2f}",
             gib(candidate.plan.peak_device),
             gib(plan.peak_device) if plan and aot.available() else "",
-            gib(candidate.plan.peak_host) if offload.layered else "",
+            gib((plan or candidate.plan).peak_host) if offload.layered else "",
             {True: "yes", False: "no", None: ""}[fits],
         )
     return table

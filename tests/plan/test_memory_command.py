@@ -1,15 +1,18 @@
 """The command `plan memory`: what it refuses, what does not fit, and which step it plans."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import pytest
+import rich
 from runs import ROOT
 
 from jaxthru import config as configuration
 from jaxthru.build import choices
 from jaxthru.build.defaults import replaced
 from jaxthru.build.memory_estimate import Room, estimate
+from jaxthru.build.proposals import Candidate
 from jaxthru.plan import memory
 from jaxthru.plan.__main__ import main
 from jaxthru.runtime import aot
@@ -40,7 +43,7 @@ def test_a_model_that_fits_nowhere_is_told_what_it_lacks(settings, capsys):
     assert main([*of, *settings]) == 1
     said = capsys.readouterr().out.splitlines()
     assert "nothing fits with optim.state = 'split_master_float32'; at the least it needs " in said[-1]
-    assert any(" scan " in line and line.endswith("no  ") for line in said) == (settings == ("--best",))
+    assert any(" scan " in line and line.split()[-1:] == ["no"] for line in said) == (settings == ("--best",))
 
 
 @pytest.mark.parametrize(("over", "fits"), [(1.05, "yes"), (1.15, "no")])
@@ -54,6 +57,30 @@ def test_what_arithmetic_alone_finds_too_large_is_compiled_for_the_table(over, f
     assert main([*command, *(word for each in settings for word in ("--set", each))]) == (fits == "no")
     (row,) = (line.split() for line in capsys.readouterr().out.splitlines() if " full " in line)
     assert row[-1] == fits
+
+
+def test_the_table_has_the_offload_that_was_confirmed(monkeypatch, capsys):
+    """What was proposed beside it was another fraction, with other bytes on the device and on the host."""
+    config = configuration.load(
+        ROOT / "configs" / "qwen3_0_6b.py", ["offload.level=optimizer", "remat.policy=gate", "model.layers=4"]
+    )
+    sizes = {share: estimate(with_fraction(config, share), segments=8)[0] for share in (0.25, 1.0)}
+    compiled = dataclasses.replace(sizes[1.0], peak_device=7 << 30, peak_host=3 << 30)
+    monkeypatch.setattr(aot, "available", lambda: True)
+    monkeypatch.setattr(memory, "traced", lambda *_: (None, (), ""))
+    monkeypatch.setattr(memory, "Programs", lambda *_: SimpleNamespace(planned=None))
+    monkeypatch.setattr(memory, "fitted", lambda *_: (with_fraction(config, 1.0), compiled, 0))
+    proposed = Candidate(with_fraction(config, 0.25), sizes[0.25], 1.0, 0)
+    confirmed, plan = memory.confirm(config, proposed, aot.TARGETS["h200"], Room(1 << 40, 1 << 40), 1, 8)
+    assert plan.peak_host == 3 << 30 and sizes[0.25].peak_host < sizes[1.0].peak_host
+    assert confirmed.plan.peak_host == pytest.approx(sizes[1.0].peak_host, rel=0.05), "but for the gaps"
+    rich.print(memory.best_table([(confirmed, plan, True)]))
+    row = capsys.readouterr().out.splitlines()[-2].split()
+    assert row[3:] == ["1.00", "1.00", f"{confirmed.plan.peak_device / 2**30:.1f}", "7.0", "3.0", "yes"]
+
+
+def with_fraction(config, share):
+    return replaced(config, {"offload.fraction": share})
 
 
 def test_without_the_plugin_an_estimate_is_printed_and_said_to_be_one(monkeypatch, capsys):
