@@ -1,8 +1,8 @@
 """All 32 layers of Llama 3 8B on one GPU of 141 GB: 90 GiB of float32 state, and every byte else counted.
 
 The layers' gradients are bfloat16 (13 GiB), those of the embedding and the LM head float32 (4 GiB). `auto`
-keeps what `projections` does and has a part of the optimizer's state on the host; where that has no room, it
-is `gate`, 1.0 GiB of activations a layer. Attention is Triton's, which needs no workspace for packed rows.
+takes `gate`, 1.0 GiB of activations a layer, with nothing on the host. Attention is Triton's, which needs no
+workspace for packed rows.
 """
 
 from jaxthru.config import (

@@ -195,9 +195,9 @@ def best_table(rows: list[tuple[Candidate, MemoryPlan | None, bool | None]]) -> 
     """Returns what `auto` may stand for, the fastest first. rows: a candidate, its memory as compiled, and
     whether it fits; None is not compiled."""
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("remat\npolicy", "model\nloop", "offload\nlevel"):
+    for column in ("remat\npolicy", "model\nloop", "offload level,\nfraction"):
         table.add_column(column, no_wrap=True)
-    for column in ("\nfraction", "\ntime", "GiB, by\nestimate", "GiB as\ncompiled", "host\nGiB", "\nfits"):
+    for column in ("\ntime", "GiB, by\nestimate", "GiB as\ncompiled", "host\nGiB", "\nfits"):
         table.add_column(column, justify="right", no_wrap=True)
     least = min(candidate.seconds for candidate, _, _ in rows)
     for candidate, plan, fits in rows:
@@ -205,8 +205,9 @@ def best_table(rows: list[tuple[Candidate, MemoryPlan | None, bool | None]]) -> 
         table.add_row(
             config.remat.policy,
             config.model.loop + "\ncopies" * config.mesh.copies,
-            offload.level + "\none stage\nat a time" * (offload.layered and not offload.prefetch),
-            f"{offload.fraction:.2f}" if offload.layered else "",
+            offload.level
+            + f" {offload.fraction:.2f}" * offload.layered
+            + "\none stage\nat a time" * (offload.layered and not offload.prefetch),
             f"{candidate.seconds / least:.2f}",
             gib(candidate.plan.peak_device),
             gib(plan.peak_device) if plan and aot.available() else "",

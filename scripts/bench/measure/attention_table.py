@@ -11,7 +11,7 @@ is recorded but not written into the table. --table writes pallas_kernels/attent
 the suite's records, of points that have both.
 
 Rows split by document, the third way, are left out: a program has one shape, so that each document would take
-a row as long as the longest; and attention alone would not show what the copies to and fro cost.
+a row as long as the longest, and that has 1.2 to 37 times the pairs of whole causal rows at the points here.
 """
 
 import dataclasses

@@ -48,7 +48,7 @@ def starts(first: float, stretch: float | None = None) -> tuple[Bar, ...]:
 
 LIMIT = (
     Bar("slowest", 1.05, "{:.3g} × the median for the slowest of 40 steps", most=True),
-    Bar("share_of_card", 0.92, "{:.1%} of the card's memory by nvidia-smi"),
+    Bar("share_of_card", 0.92, "{:.1%} of the card's memory by XLA's peak"),
 )
 # With exact clipping the gradients wait for their norm: 8 bytes a parameter, and 36 B do not fit.
 OFFLOAD = "optim.state=split_master_int8 optim.clip_rule=previous"
