@@ -57,7 +57,9 @@ OFFLOAD = "optim.state=split_master_int8 optim.clip_rule=previous"
 ROWS: dict[str, Row] = {
     "qwen3_0_6b": Race("Qwen3-0.6B, 16 rows of 2,048, causal", *QWEN3_06B, (times(1.03, 1.05),), against=HF),
     "llama_1b": Race("Llama-3.2-1B, 16 rows of 2,048, causal", *LLAMA_1B, (times(1.03, 1.07),), against=HF,
-                     beside=("torchtitan", *MAXTEXT)),
+                     beside=MAXTEXT),
+    "llama_1b_peers": Race("Llama-3.2-1B, 16 rows of 2,048, causal, more peers", *LLAMA_1B, (times(1.03),),
+                           against=("torchtitan", "hf_flash_blocks")),
     "llama_1b_packed": packed("Llama-3.2-1B, 16 rows of 2,048, packed", LLAMA_1B, times(1.10, of=APART_BAR)),
     "llama_1b_packed_32k": packed("Llama-3.2-1B, 1 row of 32,768, packed", LLAMA_1B_32K,
                                   times(1.15, of=APART_BAR)),

@@ -47,6 +47,7 @@ CONTENDERS = {
     "hf": Contender("hugging_face", layer_seconds=4),
     "hf_blocks": Contender("hugging_face", "--compile blocks"),
     "hf_flash": Contender("hugging_face", "--attention flash", layer_seconds=4),
+    "hf_flash_blocks": Contender("hugging_face", "--attention flash --compile blocks"),
     "hf_checkpointed": Contender("hugging_face", "--compile blocks --checkpoint full",
                                  instead_of=("hf", "hf_blocks", "hf_flash")),
     "hf_fp8": Contender("hugging_face", "--float8 tensorwise", layer_seconds=5),
