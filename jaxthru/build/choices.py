@@ -83,7 +83,8 @@ def made(
 
 CAN_RUN = "the first that can run here"
 REASONS = {"kernels": CAN_RUN}
-RECORDED = "as on the first start, or the default of this device"
+DEFAULT = "the default of this device"
+RECORDED = f"as on the first start, or {DEFAULT}"
 
 
 def with_kernels(config: RunConfig, kernels: Mapping[str, Collection[str]]) -> RunConfig:
@@ -101,9 +102,16 @@ def write(path: Path, choices: Iterable[Choice]) -> None:
 
 def still_true(recorded: Iterable[Choice], config: RunConfig, made: Iterable[Choice]) -> tuple[Choice, ...]:
     """Returns the choices that led to a configuration: those of this start, and of earlier ones those whose
-    key is not chosen anew and has the value that was chosen, be it that this start asks for just that."""
-    values, found = plain_values.flat(configuration.to_dict(config)), {each.key: each for each in made}
+    key is not chosen anew and has the value that was chosen, be it that this start asks for just that. What
+    this start has found settled has the reason of when it was, or is the device's default."""
+    values = plain_values.flat(configuration.to_dict(config))
     kept = {each.key: each for each in recorded if values.get(each.key) == each.chosen}
+    found = {each.key: each for each in made}
+    for key, settled in found.items():
+        if settled.reason == RECORDED:
+            default = dataclasses.replace(settled, reason=DEFAULT)
+            was = kept.get(key, default)
+            found[key] = was if dataclasses.replace(was, reason=DEFAULT) == default else default
     return tuple(one for _, one in sorted((kept | found).items()))
 
 

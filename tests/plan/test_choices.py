@@ -355,6 +355,12 @@ def test_a_run_keeps_the_choices_that_its_configuration_still_shows():
     assert choices.still_true(recorded, other, ()) == recorded[1:]
     anew = dataclasses.replace(recorded[1], device="8 × TPU v5p")
     assert choices.still_true(recorded, chosen, (anew,)) == (recorded[0], anew)
+    settled = choices.made(asked, chosen, "", jax.devices()[:1])
+    assert {each.reason for each in settled} == {choices.RECORDED}
+    assert choices.still_true(recorded, chosen, settled) == recorded, "with the reasons of then"
+    default = choices.still_true((), chosen, settled)
+    assert {each.reason for each in default} == {"the default of this device"}
+    assert choices.still_true((anew,), chosen, settled) == default, "of another device"
 
 
 def test_the_first_evaluation_finds_its_program_compiled(small, caplog):
