@@ -149,6 +149,9 @@ def importing_from(folder: Path, monkeypatch):
 @pytest.fixture
 def bench(monkeypatch):
     """Imports from scripts/bench."""
+    monkeypatch.setenv(
+        "JAXTHRU_BENCH_COMMIT", ""
+    )  # or a suite that is told one would tell all tests that come
     yield from importing_from(SCRIPTS / "bench", monkeypatch)
 
 

@@ -346,10 +346,10 @@ def test_a_commit_is_that_of_the_tree_that_runs_or_unknown(tmp_path):
         known = ("-c", "user.name=a", "-c", "user.email=a@b.c")
         return subprocess.check_output(["git", "-C", str(folder), *known, *words], text=True).strip()
 
-    def told(tree: Path, package: Path) -> str:
+    def told(tree: Path, package: Path, **environment: str) -> str:
         path = os.pathsep.join([str(tree / "scripts" / "bench"), str(package)])
         command = [sys.executable, "-c", "import harness; print(harness.commit())"]
-        keys = {"env": os.environ | {"PYTHONPATH": path}, "cwd": tmp_path, "text": True}
+        keys = {"env": os.environ | {"PYTHONPATH": path} | environment, "cwd": tmp_path, "text": True}
         return subprocess.check_output(command, **keys).strip()
 
     outer = tmp_path / "outer"
@@ -370,6 +370,9 @@ def test_a_commit_is_that_of_the_tree_that_runs_or_unknown(tmp_path):
     assert told(tree, ROOT) == "None", "another tree's jaxthru"
     script.write_text(script.read_text() + "# changed\n")
     assert told(tree, tree) == f"{head}-dirty"
+    assert told(tree, tree, JAXTHRU_BENCH_COMMIT=f"0123456789ab {tree}") == "0123456789ab"
+    assert told(tree, tree, JAXTHRU_BENCH_COMMIT=f"0123456789ab {ROOT}") == f"{head}-dirty"
+    assert told(tree, ROOT, JAXTHRU_BENCH_COMMIT=f"0123456789ab {tree}") == "None"
 
 
 def test_a_recorded_command_can_be_typed_again(bench, monkeypatch):

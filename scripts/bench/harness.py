@@ -228,6 +228,15 @@ def session(command: list[str], **settings) -> Iterator[subprocess.Popen]:
             process.wait(10)
 
 
+TOLD = "JAXTHRU_BENCH_COMMIT"
+"""Environment variable: the commit of a tree, and that tree, where a suite was told it."""
+
+
+def tell(commit: str) -> None:
+    """Has `commit` say this here and in processes that are started, of this tree."""
+    os.environ[TOLD] = f"{commit} {ROOT}"
+
+
 def ask(*command: str) -> str | None:
     """Returns what a command prints, None if it fails or is not there."""
     try:
@@ -240,12 +249,16 @@ def commit() -> str | None:
     """Returns the commit of the tree that is measured, with "-dirty" behind it if files differ from it.
 
     None if that cannot be known: of a copy without history, whatever checkout it lies in, and where the
-    jaxthru that is imported belongs to another tree. Results do not count as files.
+    jaxthru that is imported belongs to another tree. Results do not count as files. Of a copy's own history,
+    which may be another, nothing is asked where TOLD names this tree.
     """
     tree = ROOT
     git = ("git", "-C", str(tree))
     package = importlib.util.find_spec("jaxthru")
     own = package and Path(package.origin).resolve().parents[1] == tree
+    told, _, where = os.environ.get(TOLD, "").partition(" ")
+    if own and where == str(tree):
+        return told
     if not own or ask(*git, "rev-parse", "--show-toplevel") != str(tree):
         return None
     changed = ask(*git, "status", "--porcelain", "--untracked-files=no", ":/", ":!/scripts/bench/results")

@@ -271,6 +271,8 @@ def main() -> int:
     setup = Setup("", Path(), suite=given.suite, records=given.output)
     if not given.table:
         commit = commit_of(given.commit)
+        if given.commit:
+            harness.tell(commit)
         keep_compiled(given.compiled)
         with tempfile.TemporaryDirectory() as folder:
             setup = dataclasses.replace(
