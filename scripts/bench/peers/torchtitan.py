@@ -2,9 +2,15 @@
 
     PYTHONPATH=scripts/bench python -m peers.torchtitan [--float8 tensorwise] [--tokens FILE]
 
-Of torchtitan: the model, its compiling block by block, its compiled loss; its one-GPU mixed precision is
-autocast over float32 weights. Written for torchtitan 0.2.2, which goes with torch 2.11. Its Llama has no tied
-embeddings: for a shape that has, they are tied here as its Qwen3 ties them, both modules having one weight.
+Of torchtitan 0.3.0: the model, its compiling block by block, its compiled loss. Its trainer's defaults are
+for packed rows and many GPUs; this takes what should be the fastest for whole rows on one GPU:
+- attention by its module over PyTorch's `scaled_dot_product_attention`, which needs no mask. Its trainer
+  gives language models FlexAttention and a mask of documents;
+- mixed precision by autocast over float32 weights, as of 0.2.2. Its trainer now shards over the one GPU for
+  that, which copies the weights more often;
+- the loss of whole logits. Its trainer's Llamas take them in 8 chunks, which saves memory and adds up the
+  gradient of the output layer 8 times;
+- no activation checkpointing, and no CUDA graph of a step: steps are queued ahead of the GPU.
 """
 
 import sys
@@ -14,33 +20,89 @@ import harness
 harness.need("torch", "torchtitan")
 
 import torch  # noqa: E402
+import torch.distributed.fsdp  # noqa: E402
 from peers import torch_step  # noqa: E402
-from torchtitan.components.loss import cross_entropy_loss  # noqa: E402
-from torchtitan.config.job_config import Compile  # noqa: E402
-from torchtitan.models.llama3.infra.parallelize import apply_compile  # noqa: E402
-from torchtitan.models.llama3.model.args import TransformerModelArgs  # noqa: E402
-from torchtitan.models.llama3.model.model import Transformer  # noqa: E402
+from torch.nn.attention import SDPBackend  # noqa: E402
+
+if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+    # torch 2.11 lacks this name, which torchtitan imports for its sharding and which nothing here uses.
+    torch.distributed.fsdp.DataParallelMeshDims = object
+
+from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
+from torchtitan.config import CompileConfig, ParallelismConfig  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.distributed.compile import apply_compile  # noqa: E402
+from torchtitan.models import llama3  # noqa: E402
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm  # noqa: E402
+from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config  # noqa: E402
+from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock  # noqa: E402
+
+ATTENTION = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
-def build(arguments) -> Transformer:
+def norm(shape: harness.Shape) -> RMSNorm.Config:
+    return RMSNorm.Config(normalized_shape=shape.embed, eps=shape.norm_epsilon, param_init=llama3._NORM_INIT)
+
+
+def block(shape: harness.Shape, number: int) -> Llama3TransformerBlock.Config:
+    """Returns a block as torchtitan's own shapes of Llama 3 have it, but for its attention."""
+    attention = make_gqa_config(
+        dim=shape.embed,
+        n_heads=shape.heads,
+        n_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        wqkv_param_init=llama3._LINEAR_INIT,
+        wo_param_init=llama3._depth_init(number),
+        inner_attention=ScaledDotProductAttention.Config(),
+        fuse_qkv=True,
+        rope=ComplexRoPE.Config(
+            dim=shape.head_dim, max_seq_len=8192, theta=shape.rope_theta, scaling="llama"
+        ),
+    )
+    feed_forward = make_ffn_config(
+        dim=shape.embed,
+        hidden_dim=shape.mlp,
+        w1_param_init=llama3._LINEAR_INIT,
+        w2w3_param_init=llama3._depth_init(number),
+    )
+    return Llama3TransformerBlock.Config(
+        attention=attention, feed_forward=feed_forward, attention_norm=norm(shape), ffn_norm=norm(shape)
+    )
+
+
+def build(arguments) -> Llama3Model:
     """Returns the model in float32, its weights initialised, without activation checkpointing."""
     shape = harness.Shape.of(arguments)
     shape.need_none_of("qk_norm", peer="torchtitan.py")
-    sizes = TransformerModelArgs(
+    tied = bool(shape.tied_embeddings)
+    sizes = Llama3Model.Config(
         dim=shape.embed,
-        n_layers=shape.layers,
-        n_heads=shape.heads,
-        n_kv_heads=shape.kv_heads,
         vocab_size=shape.vocabulary,
-        multiple_of=shape.mlp,  # 8/3 of dim, rounded up to a multiple of this, is the width of the MLP
-        rope_theta=shape.rope_theta,
-        max_seq_len=8192,
+        enable_weight_tying=tied,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=shape.vocabulary,
+            embedding_dim=shape.embed,
+            param_init=llama3._EMBEDDING_SKIP_INIT if tied else llama3._EMBEDDING_INIT,
+        ),
+        norm=norm(shape),
+        lm_head=Linear.Config(
+            in_features=shape.embed,
+            out_features=shape.vocabulary,
+            param_init=llama3._output_linear_init(shape.embed),
+        ),
+        layers=[block(shape, number) for number in range(shape.layers)],
     )
+    if torch_step.device().type == "cuda":
+        # Its attention pins PyTorch's by itself: what torch_step pins around it would not count.
+        ScaledDotProductAttention.sdpa_backends = [ATTENTION[arguments.attention]]
     with torch_step.device(), torch.no_grad():
-        model = Transformer(sizes)
+        model = sizes.build()
         model.init_weights()
-        if shape.tied_embeddings:
-            model.tok_embeddings.weight = model.output.weight
     return model.train()
 
 
@@ -51,13 +113,15 @@ def main() -> int:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     torch_step.round_embedding(model.tok_embeddings, arguments.residual)
     torch_step.use_float8(model.layers, arguments.float8)
-    loss_sum = cross_entropy_loss
-    if arguments.compile == "blocks":
-        apply_compile(model, Compile(enable=True))
-        loss_sum = torch.compile(cross_entropy_loss)
+    compiling = CompileConfig(enable=arguments.compile == "blocks")
+    if compiling.enable:
+        one_gpu = ParallelDims.from_config(ParallelismConfig(), world_size=1)
+        apply_compile(model, compile_config=compiling, parallel_dims=one_gpu)
+    mean_loss = CrossEntropyLoss.Config().build(compile_config=compiling)
 
     def loss_of(tokens, targets):
-        return loss_sum(model(tokens), targets) / (targets != -100).sum()
+        loss, _metrics = mean_loss(model(tokens), targets, (targets != -100).sum())
+        return loss
 
     if arguments.compile == "whole":
         loss_of = torch.compile(loss_of, mode=arguments.mode)
