@@ -149,9 +149,8 @@ def importing_from(folder: Path, monkeypatch):
 @pytest.fixture
 def bench(monkeypatch):
     """Imports from scripts/bench."""
-    monkeypatch.setenv(
-        "JAXTHRU_BENCH_COMMIT", ""
-    )  # or a suite that is told one would tell all tests that come
+    # Or a suite that is told a commit would tell all tests that come.
+    monkeypatch.setenv("JAXTHRU_BENCH_COMMIT", "")
     yield from importing_from(SCRIPTS / "bench", monkeypatch)
 
 

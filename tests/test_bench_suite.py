@@ -257,12 +257,13 @@ def suite(bench, monkeypatch, tmp_path):
     return run
 
 
-def test_a_row_goes_on_where_it_was_cut_short_and_is_not_run_again(suite, tmp_path, capsys):
-    row = ("--rows", "layers_32")
+def test_a_row_goes_on_where_it_was_cut_short_and_is_not_run_again(suite, bench, tmp_path, capsys):
+    row, harness = ("--rows", "layers_32"), bench("harness")
     assert suite(*row, "--stop-after", "60") == [("gemm_bf16", 1)], "no block that would end later is begun"
     said = capsys.readouterr().out
     assert "layers_32: 2 blocks left: run the same command again" in said and "| not run |" in said
     assert suite(*row) == [("jaxthru_packed", 1), ("jaxthru_packed", 2)]
+    assert harness.commit() == COMMIT, "blocks say what the suite was told"
     said = capsys.readouterr().out
     assert "| ≥ 10,500 tokens/s | 12,002 tokens/s | 0.01% | met |" in said
     record = json.loads((tmp_path / "records" / "every_shape_layers_32.json").read_text())

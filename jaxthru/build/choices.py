@@ -109,9 +109,9 @@ def still_true(recorded: Iterable[Choice], config: RunConfig, made: Iterable[Cho
     found = {each.key: each for each in made}
     for key, settled in found.items():
         if settled.reason == RECORDED:
-            default = dataclasses.replace(settled, reason=DEFAULT)
-            was = kept.get(key, default)
-            found[key] = was if dataclasses.replace(was, reason=DEFAULT) == default else default
+            was = kept.get(key)
+            same = was and (key in NUMERIC or was.device == settled.device)
+            found[key] = was if same else dataclasses.replace(settled, reason=DEFAULT)
     return tuple(one for _, one in sorted((kept | found).items()))
 
 

@@ -23,8 +23,8 @@ MIN_CAPABILITY = (8, 0)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 # Blocks of queries and keys, warps, and stages of loads in flight: by sweeps on an H200, at head dims 64 and
-# 128, within 4 % of the best over packed rows of 32,768 tokens of text, and within 9 % over rows of 2,048
-# (docs/lab/kernels.md).
+# 128, in the mean within 4 % of the best over packed rows of 32,768 tokens of text, and within 10 % over rows
+# of 2,048 (docs/lab/kernels.md).
 TILES = {
     "forward": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
     "backward_q": {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 2},

@@ -229,7 +229,7 @@ def arguments() -> argparse.Namespace:
     add("--list", action="store_true", help="the rows with their bars and seconds; nothing is measured")
     add("--table", action="store_true", help="what the records say of the bars; nothing is measured")
     add("--output", type=Path, default=RESULTS, metavar="DIR", help="of the records, default %(default)s")
-    add("--commit", help="the hash of what is measured, where git cannot tell it")
+    add("--commit", help="the hash of what is measured, where git cannot tell it; blocks record it as it is")
     kept = "keep what is compiled and tuned there, for the next block or command, default %(default)s"
     add("--compiled", type=Path, default=COMPILED, metavar="DIR", help=kept)
     stop = "begin nothing that ends later"

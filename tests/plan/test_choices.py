@@ -361,6 +361,10 @@ def test_a_run_keeps_the_choices_that_its_configuration_still_shows():
     default = choices.still_true((), chosen, settled)
     assert {each.reason for each in default} == {"the default of this device"}
     assert choices.still_true((anew,), chosen, settled) == default, "of another device"
+    split = choices.replaced(asked, {"optim.state": "split_master"})
+    (settled,) = choices.made(asked, split, "", jax.devices()[:1])
+    elsewhere = dataclasses.replace(settled, reason="it fits", device="8 × TPU v5p")
+    assert choices.still_true((elsewhere,), split, (settled,)) == (elsewhere,), "which all devices keep"
 
 
 def test_the_first_evaluation_finds_its_program_compiled(small, caplog):

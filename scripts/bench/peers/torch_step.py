@@ -22,6 +22,14 @@ harness.need("torch")
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""What --attention names of PyTorch's implementations."""
 
 
 def parser(description: str, compile_by: str) -> argparse.ArgumentParser:
@@ -169,11 +177,4 @@ def _triton() -> dict[str, str]:
 
 def attention_by(name: str) -> contextlib.AbstractContextManager:
     """Pins scaled_dot_product_attention to one implementation."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    backends = {
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "math": SDPBackend.MATH,
-    }
-    return sdpa_kernel([backends[name]])
+    return sdpa_kernel([BACKENDS[name]])

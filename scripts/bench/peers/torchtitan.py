@@ -1,4 +1,4 @@
-"""torchtitan's Llama 3 with what its trainer does on one GPU: prints one JSON line.
+"""torchtitan's Llama 3, compiled as torchtitan does, in the step that peers share: prints one JSON line.
 
     PYTHONPATH=scripts/bench python -m peers.torchtitan [--float8 tensorwise] [--tokens FILE]
 
@@ -22,7 +22,6 @@ harness.need("torch", "torchtitan")
 import torch  # noqa: E402
 import torch.distributed.fsdp  # noqa: E402
 from peers import torch_step  # noqa: E402
-from torch.nn.attention import SDPBackend  # noqa: E402
 
 if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
     # torch 2.11 lacks this name, which torchtitan imports for its sharding and which nothing here uses.
@@ -38,19 +37,14 @@ from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config  # noqa: E402
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock  # noqa: E402
 
-ATTENTION = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-
 
 def norm(shape: harness.Shape) -> RMSNorm.Config:
     return RMSNorm.Config(normalized_shape=shape.embed, eps=shape.norm_epsilon, param_init=llama3._NORM_INIT)
 
 
 def block(shape: harness.Shape, number: int) -> Llama3TransformerBlock.Config:
-    """Returns a block as torchtitan's own shapes of Llama 3 have it, but for its attention."""
+    """Returns a block as torchtitan's own shapes of Llama 3 have it, but for its attention, the epsilon of
+    norms and RoPE's 8,192 positions."""
     attention = make_gqa_config(
         dim=shape.embed,
         n_heads=shape.heads,
@@ -99,7 +93,7 @@ def build(arguments) -> Llama3Model:
     )
     if torch_step.device().type == "cuda":
         # Its attention pins PyTorch's by itself: what torch_step pins around it would not count.
-        ScaledDotProductAttention.sdpa_backends = [ATTENTION[arguments.attention]]
+        ScaledDotProductAttention.sdpa_backends = [torch_step.BACKENDS[arguments.attention]]
     with torch_step.device(), torch.no_grad():
         model = sizes.build()
         model.init_weights()
