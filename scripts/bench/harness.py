@@ -255,11 +255,12 @@ def commit() -> str | None:
     tree = ROOT
     git = ("git", "-C", str(tree))
     package = importlib.util.find_spec("jaxthru")
-    own = package and Path(package.origin).resolve().parents[1] == tree
+    if not package or Path(package.origin).resolve().parents[1] != tree:
+        return None
     told, _, where = os.environ.get(TOLD, "").partition(" ")
-    if own and where == str(tree):
+    if where == str(tree):
         return told
-    if not own or ask(*git, "rev-parse", "--show-toplevel") != str(tree):
+    if ask(*git, "rev-parse", "--show-toplevel") != str(tree):
         return None
     changed = ask(*git, "status", "--porcelain", "--untracked-files=no", ":/", ":!/scripts/bench/results")
     return f"{ask(*git, 'rev-parse', 'HEAD')}{'-dirty' if changed else ''}"

@@ -59,6 +59,10 @@ def test_what_arithmetic_alone_finds_too_large_is_compiled_for_the_table(over, f
     assert row[-1] == fits
 
 
+def with_fraction(config, share):
+    return replaced(config, {"offload.fraction": share})
+
+
 def test_the_table_has_the_offload_that_was_confirmed(monkeypatch, capsys):
     """What was proposed beside it was another fraction, with other bytes on the device and on the host."""
     config = configuration.load(
@@ -77,10 +81,6 @@ def test_the_table_has_the_offload_that_was_confirmed(monkeypatch, capsys):
     rich.print(memory.best_table([(confirmed, plan, True)]))
     row = capsys.readouterr().out.splitlines()[-2].split()
     assert row[3:] == ["1.00", "1.00", f"{confirmed.plan.peak_device / 2**30:.1f}", "7.0", "3.0", "yes"]
-
-
-def with_fraction(config, share):
-    return replaced(config, {"offload.fraction": share})
 
 
 def test_without_the_plugin_an_estimate_is_printed_and_said_to_be_one(monkeypatch, capsys):
