@@ -14,6 +14,7 @@ from cases import named, slow_but_for
 SMALL = {
     "adamw_8bit": "one_a_row",
     "attention": "cpu_window_5",
+    "cast_transpose": "even",
     "experts": "cpu",
     "grouped_matmul": "cpu_into",
     "linear_cross_entropy": "benchmark",

@@ -31,6 +31,7 @@ from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout, shardings
 from jaxthru.training.state import abstract_state
 from pallas_kernels.adamw_8bit import PARTITIONED
+from pallas_kernels.cast_transpose import STAND_IN as CAST_STAND_IN
 
 OBJECTIVES: dict[str, tuple[type[Objective], dict[str, str]]] = {
     "cross_entropy": (CrossEntropy, {"z_loss": "z_loss"}),
@@ -97,6 +98,7 @@ def bound(
     are given by plans, which are for GPUs."""
     config = plain(config)
     product, activation = experts or map(config.kernels.named, ("grouped_matmul", "weighted_swiglu"))
+    planned, cast = experts is not None, config.kernels.named("cast_transpose")
     ops = Ops(
         layout,
         jnp.dtype(config.precision.compute),
@@ -109,11 +111,12 @@ def bound(
         grouped_matmul_by=product,
         routing_by=config.kernels.named("routing"),
         weighted_swiglu_by=activation,
+        cast_transpose_by=CAST_STAND_IN if planned and cast == "triton" else cast,
         copies=config.mesh.copies,
         expert_chunks=config.mesh.chunks(layout.size("experts"), layout.size("mlp")),
         keep_parameters=config.remat.keep_parameters,
         loss_chunk_bytes=config.train.loss_chunk_bytes,
-        for_gpu=experts is not None,
+        for_gpu=planned,
     )
     return Model(chain_of(config), ops, config.remat.policy, config.model.loop)
 

@@ -10,6 +10,7 @@ Shapes: R rows × tokens, I input and O output of a linear layer, E experts.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jaxthru.models.fan_out import added
 from jaxthru.models.quantised import Quantised
 from jaxthru.models.remat import FLOAT8
 from jaxthru.runtime.sharding import Axes, Layout
+from pallas_kernels.cast_transpose import cast_transpose
 from pallas_kernels.grouped_matmul import grouped_outer
 from pallas_kernels.grouped_matmul.float8 import grouped_matmul_float8
 
@@ -36,9 +38,29 @@ KEPT_NAME = FLOAT8
 """What rematerialisation policies call quantised inputs, and the magnitudes that weights are scaled by."""
 
 
+class Turned(NamedTuple):
+    """A quantised matrix [A, B], and transposed [B, A]: what is contracted over A takes this."""
+
+    values: jax.Array
+    turned: jax.Array
+    scale: jax.Array
+
+
 def quantise(x: jax.Array, dtype: jnp.dtype, rows: jax.Array | None = None) -> Quantised:
-    """Returns a tensor in a float8 dtype under one scale. rows: how many of the first make the scale, where
-    others may hold anything; None is all.
+    """Returns a tensor in a float8 dtype under one scale. rows: see `scales`."""
+    up, scale = scales(x, dtype, rows)
+    return Quantised((x.astype(jnp.float32) * up).astype(dtype), scale)
+
+
+def quantise_turned(x: jax.Array, dtype: jnp.dtype, implementation: str | None) -> Turned:
+    """Returns a matrix in a float8 dtype under one scale. implementation: of `cast_transpose`."""
+    up, scale = scales(x, dtype)
+    return Turned(*cast_transpose(x, up, dtype, implementation=implementation), scale)
+
+
+def scales(x: jax.Array, dtype: jnp.dtype, rows: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Returns what a tensor is multiplied by to be cast to a float8 dtype, and what undoes that. rows: how
+    many of the first make the scale, where others may hold anything; None is all.
 
     The scale is a power of two: multiplying by it is exact in any float type, so only the cast rounds.
     Nothing that is not finite gets lost in a saturating cast: an infinity makes the scale NaN, and a NaN,
@@ -53,13 +75,12 @@ def quantise(x: jax.Array, dtype: jnp.dtype, rows: jax.Array | None = None) -> Q
     # Clearing the mantissa rounds down to a power of two; an exp2 is not exact on every device.
     bits = lax.bitcast_convert_type(largest, jnp.uint32) & jnp.uint32(0x7F800000)
     up = lax.bitcast_convert_type(bits, jnp.float32)
-    values = (x.astype(jnp.float32) * up).astype(dtype)
-    return Quantised(values, jnp.where(jnp.isfinite(amax), 1 / up, jnp.nan))
+    return up, jnp.where(jnp.isfinite(amax), 1 / up, jnp.nan)
 
 
 def dot(
-    a: Quantised,
-    b: Quantised,
+    a: Quantised | Turned,
+    b: Quantised | Turned,
     contract: tuple[int, int],
     dtype: jnp.dtype,
     precision: lax.Precision,
@@ -68,14 +89,38 @@ def dot(
     """Returns the product of two matrices, contracted over these dims. precision: of its sums, see
     BACKWARD_SUMS. constrain: gives it its sharding, before it is scaled: parts of sums are then scattered,
     not summed whole."""
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    product = constrain(lax.dot_general(a.values, b.values, dims, precision, preferred_element_type=dtype))
+    (of_a, dim_a), (of_b, dim_b) = map(_operand, (a, b), contract)
+    dims = (((dim_a,), (dim_b,)), ((), ()))
+    product = constrain(lax.dot_general(of_a, of_b, dims, precision, preferred_element_type=dtype))
     # A power of two in `dtype` is exact too: the same numbers, whether or not XLA scales before it rounds.
     return product * (a.scale * b.scale).astype(dtype)
 
 
+def _operand(matrix: Quantised | Turned, contract: int) -> tuple[jax.Array, int]:
+    """Returns what a product contracts over a dim of a matrix, and over which of its own."""
+    return (matrix.turned, 1) if isinstance(matrix, Turned) and contract == 0 else (matrix.values, contract)
+
+
+def _named(x8: Quantised | Turned) -> Quantised | Turned:
+    """Names what the backward pass takes of an input. Kept as bits: `jax.checkpoint` rounds floats that it
+    keeps to IEEE's e4m3, which ends at 240."""
+    field = "turned" if isinstance(x8, Turned) else "values"
+    kept = getattr(x8, field)
+    bits = checkpoint_name(lax.bitcast_convert_type(kept, jnp.uint8), KEPT_NAME)
+    return x8._replace(**{field: lax.bitcast_convert_type(bits, kept.dtype)})
+
+
+def _transposed(x8: Quantised | Turned) -> Quantised | Turned:
+    """Returns what the backward pass takes of an input, and no more: a loop stacks all that it is given."""
+    return x8._replace(values=None) if isinstance(x8, Turned) else x8
+
+
 def project(
-    layout: Layout, x_RI: jax.Array, weights: Sequence[jax.Array | Quantised], axes: Sequence[Axes]
+    layout: Layout,
+    x_RI: jax.Array,
+    weights: Sequence[jax.Array | Quantised],
+    axes: Sequence[Axes],
+    cast_by: str | None = None,
 ) -> list[jax.Array]:
     """Returns `x_RI` times each weight, [R, O] in its dtype, by float8 matmuls forward and backward.
 
@@ -88,6 +133,8 @@ def project(
       weights: [I, O] each; their gradients are in their dtypes. One that is quantised never changes: it is
         taken as it is, and has no gradient.
       axes: the two logical axes of each weight.
+      cast_by: an implementation of `cast_transpose`, by which matrices that two products take are quantised
+        on one device; on several the partitioner places their casts.
     """
     dtype, frozen = x_RI.dtype, [isinstance(weight_IO, Quantised) for weight_IO in weights]
     stored = [None if still else each.dtype for still, each in zip(frozen, weights, strict=True)]
@@ -95,31 +142,36 @@ def project(
     by_token = lambda of: "tokens" if of == "embed" else "batch"  # noqa: E731
     lay_out = lambda of: lambda x: layout.constrain(x, (by_token(of), of))  # noqa: E731
 
-    def rows(x8: Quantised, of: str) -> Quantised:
+    def rows(x8: Quantised | Turned, of: str) -> Quantised | Turned:
         # First as it was quantised: else the partitioner would gather what it is quantised from.
         return x8._replace(values=layout.constrain(lay_out(of)(x8.values), ("batch", of)))
 
+    def quantised(matrix: jax.Array, dtype: jnp.dtype, turned: bool = True) -> Quantised | Turned:
+        """turned: whether a product contracts over the matrix's rows, too."""
+        if turned and layout.mesh.size == 1:
+            return quantise_turned(matrix, dtype, cast_by)
+        return quantise(matrix, dtype)
+
     def forward(x_RI, weights):
-        x8 = quantise(x_RI, FORWARD)
-        # Kept as bits: `jax.checkpoint` rounds floats that it keeps to IEEE's e4m3, which ends at 240.
-        bits = checkpoint_name(lax.bitcast_convert_type(x8.values, jnp.uint8), KEPT_NAME)
-        x8 = rows(x8._replace(values=lax.bitcast_convert_type(bits, FORWARD)), axes[0][0])
+        x8 = _named(quantised(x_RI, FORWARD, turned=not all(frozen)))
+        x8 = rows(x8, axes[0][0])
         weights8 = []
         for weight_IO, where in zip(weights, axes, strict=True):
-            weight8 = weight_IO if isinstance(weight_IO, Quantised) else quantise(weight_IO, FORWARD)
+            weight8 = weight_IO if isinstance(weight_IO, Quantised) else quantised(weight_IO, FORWARD)
             whole = layout.gathered(weight8.values, where)
             weights8.append(weight8._replace(values=whole))
         ys = [
             dot(x8, weight8, (1, 0), dtype, FORWARD_SUMS, lay_out(where[1]))
             for weight8, where in zip(weights8, axes, strict=True)
         ]
-        return ys, (None if all(frozen) else x8, weights8)
+        kept8 = [Quantised(weight8.values, weight8.scale) for weight8 in weights8]
+        return ys, (None if all(frozen) else _transposed(x8), kept8)
 
     def backward(kept, gradients):
         x8, weights8 = kept
         parts_RI, dweights = [], []
         for gradient_RO, weight8, where, kept_in in zip(gradients, weights8, axes, stored, strict=True):
-            gradient8 = rows(quantise(gradient_RO, BACKWARD), where[1])
+            gradient8 = rows(quantised(gradient_RO, BACKWARD, turned=kept_in is not None), where[1])
             parts_RI.append(dot(gradient8, weight8, (1, 1), dtype, BACKWARD_SUMS, lay_out(where[0])))
             if kept_in is None:
                 dweights.append(None)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from pallas_kernels.adamw_8bit import OPERATION as ADAMW_8BIT
 from pallas_kernels.attention import OPERATION as ATTENTION
+from pallas_kernels.cast_transpose import OPERATION as CAST_TRANSPOSE
 from pallas_kernels.collective_matmul import OPERATION as COLLECTIVE_MATMUL
 from pallas_kernels.collective_matmul import WRITES_TO_PEERS
 from pallas_kernels.grouped_matmul import OPERATION as GROUPED_MATMUL
@@ -30,6 +31,8 @@ class KernelsConfig:
     grouped_matmul: of the experts' tokens with their matrices, and the gradients of these.
     routing: the choice of experts, the sort of tokens by expert, and the way there and back.
     weighted_swiglu: the experts' activation, with the router's weight.
+    cast_transpose: the cast of linear layers' operands to float8, where their products take them transposed
+    as well; on several devices the partitioner's.
     """
 
     attention: Literal["auto", *ATTENTION.names] = "auto"
@@ -40,6 +43,7 @@ class KernelsConfig:
     grouped_matmul: Literal["auto", *GROUPED_MATMUL.names] = "auto"
     routing: Literal["auto", *ROUTING.names] = "auto"
     weighted_swiglu: Literal["auto", *WEIGHTED_SWIGLU.names] = "auto"
+    cast_transpose: Literal["auto", *CAST_TRANSPOSE.names] = "auto"
 
     @property
     def writes_to_peers(self) -> bool:

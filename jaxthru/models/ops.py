@@ -41,12 +41,11 @@ class Ops:
     """compute: the dtype of activations and matmul operands. attention_by: an implementation of
     `pallas_kernels.attention`, or `auto`. float8: multiply linear layers in float8; float8_experts: experts
     too. collective_matmul_by: an implementation of `pallas_kernels.collective_matmul`, `auto`, or `none`, see
-    `collective`. linear_cross_entropy_by, rms_norm_by, grouped_matmul_by, routing_by, weighted_swiglu_by: an
-    implementation, None takes the first that can run, see `norm_by`. expert_chunks: see `MeshConfig`.
-    policy: of rematerialisation, see `Model`. copies: gather parameters over `fsdp`, and scatter their
-    gradients, by `runtime.copies`, and move tokens of experts so. keep_parameters: have them kept for the
-    backward pass, see `RematConfig`. for_gpu: planned for GPUs that are not here. adapters: `lora.Adapters`
-    of the block that is being applied. loss_chunk_bytes: `chunk_bytes` of `linear_cross_entropy`."""
+    `collective`. Others that end so: an implementation, None takes the first that can run, see `norm_by`.
+    expert_chunks: see `MeshConfig`. policy: of rematerialisation, see `Model`. copies: gather parameters over
+    `fsdp`, and scatter their gradients, by `runtime.copies`, and move tokens of experts so. keep_parameters:
+    have them kept for the backward pass, see `RematConfig`. for_gpu: planned for GPUs that are not here.
+    adapters: of the block that is applied. loss_chunk_bytes: `chunk_bytes` of `linear_cross_entropy`."""
 
     layout: Layout
     compute: jnp.dtype
@@ -59,6 +58,7 @@ class Ops:
     grouped_matmul_by: str | None = None
     routing_by: str | None = None
     weighted_swiglu_by: str | None = None
+    cast_transpose_by: str | None = None
     expert_chunks: int = 1
     policy: str = "none"
     copies: bool = False
@@ -156,7 +156,7 @@ class Ops:
     def _products(self, x_NI: jax.Array, matrices: Sequence[jax.Array | Quantised], axes: Sequence[Axes]):
         """Returns `x_NI` times each matrix [I, O], left to the partitioner. axes: of each matrix."""
         if self.float8:
-            return fp8.project(self.layout, x_NI, matrices, axes)
+            return fp8.project(self.layout, x_NI, matrices, axes, self.cast_transpose_by)
         x_NI = self.constrain(x_NI, "batch", axes[0][0])
         each = fan_out(x_NI, len(matrices))
         weights = zip(each, matrices, axes, strict=True)

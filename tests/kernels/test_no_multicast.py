@@ -67,7 +67,7 @@ def test_attention(name, implementation, devices):
 
 TRITON = (
     *("attention", "linear_cross_entropy", "adamw_8bit", "rms_norm"),
-    *("grouped_matmul", "routing", "weighted_swiglu"),
+    *("grouped_matmul", "routing", "weighted_swiglu", "cast_transpose"),
 )
 
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 from pallas_kernels import dispatch
 from pallas_kernels.adamw_8bit import Adam, Scalars, quantise, update
 from pallas_kernels.attention import attention, cudnn_packed, find_segments
+from pallas_kernels.cast_transpose import cast_transpose
 from pallas_kernels.collective_matmul import all_gather_matmul
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
@@ -79,6 +80,10 @@ def run_weighted_swiglu(platform):
     return weighted_swiglu(jnp.zeros((64, 2, 128), bf16), jnp.ones(64), platform=platform)
 
 
+def run_cast_transpose(platform):
+    return cast_transpose(jnp.zeros((64, 128), bf16), jnp.float32(1), jnp.float8_e4m3fn, platform=platform)
+
+
 def run_collective_matmul(platform, rows=512, columns=512, implementation=None):
     mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
     specs = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
@@ -103,10 +108,11 @@ RUNS = {
     "grouped_outer": run_grouped_outer,
     **dict.fromkeys(ROUTING, run_routing),
     "weighted_swiglu": run_weighted_swiglu,
+    "cast_transpose": run_cast_transpose,
     "all_gather_matmul": run_collective_matmul,
 }
 TRITON = "attention", "linear_cross_entropy", "adamw_8bit", "rms_norm"
-TRITON += "grouped_matmul", "routing", "weighted_swiglu"
+TRITON += "grouped_matmul", "routing", "weighted_swiglu", "cast_transpose"
 HOPPER, AMPERE, AMD = (9, 0), (8, 0), None  # what a process with a GPU finds of NVIDIA's
 WHERE = {"cpu": ("cpu", None), "hopper": ("gpu", HOPPER), "ampere": ("gpu", AMPERE), "amd": ("gpu", AMD)}
 WHERE["tpu"] = "tpu", None
@@ -125,6 +131,7 @@ CHOICE = {
         ("grouped_matmul", "grouped_outer"),
         dict.fromkeys(WHERE, "xla") | {"hopper": "triton", "ampere": "triton", "tpu": "ragged"},
     ),
+    "cast_transpose": dict.fromkeys(WHERE, "xla"),
     "all_gather_matmul": dict.fromkeys(WHERE, "reference") | {"tpu": "ring"},
 }
 

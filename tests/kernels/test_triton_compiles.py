@@ -18,6 +18,7 @@ import pytest
 
 from pallas_kernels.adamw_8bit import Adam, Scalars, quantise, update
 from pallas_kernels.attention import attention, find_segments
+from pallas_kernels.cast_transpose import cast_transpose
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_outer
 from pallas_kernels.grouped_matmul.triton_tiles import choose
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
@@ -28,6 +29,7 @@ from pallas_kernels.weighted_swiglu import weighted_swiglu
 pytestmark = pytest.mark.compiles_for("triton")
 
 TYPES = {"bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8"}
+TYPES |= {"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
     "sm_86": ("cuda", 86, 32),
@@ -224,6 +226,17 @@ def of_weighted_swiglu(M: int):
     return function, (struct(4096, 2, M), struct(4096, dtype=f32), struct(4096, M))
 
 
+def of_cast_transpose(rows: int, columns: int, dtype=bf16, to=jnp.float8_e4m3fn):
+    function = lambda x, up: cast_transpose(x, up, to, implementation="triton", platform="gpu")  # noqa: E731
+    return function, (struct(rows, columns, dtype=dtype), struct(dtype=f32))
+
+
+CASTS = {
+    "cast_transpose": of_cast_transpose(32_768, 8192),
+    "cast_transpose float32": of_cast_transpose(2048, 512, f32),
+    "cast_transpose of gradients": of_cast_transpose(32_768, 2048, to=jnp.float8_e5m2),
+    "cast_transpose off the tile": of_cast_transpose(1028, 300),
+}
 NORMS = {f"rms_norm {D}": of_rms_norm(D) for D in (1024, 2048, 2560, 4096, 8192)}
 NORMS |= {f"rms_norm heads {C}": of_rms_norm_rotary(C) for C in (64, 96, 128, 256)}
 CASES = NORMS | {
@@ -318,6 +331,18 @@ def test_the_norm_keeps_its_rows_in_registers(case, target, monkeypatch):
         assert not spilled and registers * 32 * constants["num_warps"] <= 65_536
         wide = "cp.async.cg.shared.global" if "backward" in kernel.__name__ else r"ld.global\S*.v4.b32"
         assert re.search(wide, text) and "st.global.v4.b32" in text
+
+
+@pytest.mark.parametrize("case", CASTS)
+def test_casts_to_float8_store_whole_words(case, monkeypatch):
+    """Of 16 bytes where a row has them; what is transposed lies in shared memory by words, too."""
+    ((kernel, arrays, constants),) = calls("cast_transpose", *CASTS[case], monkeypatch)
+    compiled, text = compile_for(case, "sm_90", kernel, arrays, constants)
+    registers, spilled = resources(compiled)
+    print(f"{case}: {registers} registers, {spilled} bytes spilled")
+    assert not spilled and registers <= 64
+    assert not re.search(r"(ld|st)\.(global|shared)\S*\.b8\b", text)
+    assert ("st.global.v4.b32" in text) == ("off the tile" not in case)
 
 
 def test_pytorch_is_not_imported_for_a_kernel(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ATTENTION, LOSSES = "triton_interpreted.py", "triton_interpreted_losses.py"
-EXPERTS = "triton_interpreted_experts.py"
+EXPERTS, CASTS = "triton_interpreted_experts.py", "triton_interpreted_casts.py"
 
 pytestmark = [pytest.mark.compiles_for("triton"), pytest.mark.slow(minutes=0.15)]
 
@@ -19,7 +19,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize(("script", "cases"), [(ATTENTION, 37), (LOSSES, 25), (EXPERTS, 25)])
+@pytest.mark.parametrize(("script", "cases"), [(ATTENTION, 37), (LOSSES, 25), (EXPERTS, 25), (CASTS, 8)])
 def test_kernels_agree_with_the_reference(script, cases):
     done = run(script)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,5 +1,7 @@
 """Float8 matmuls: as near to float32 as their mantissas allow, in float8 indeed, and hiding nothing."""
 
+import dataclasses
+import re
 import types
 
 import jax
@@ -13,10 +15,12 @@ from jaxthru.build import checks as fit
 from jaxthru.models import fp8
 from jaxthru.models.ops import Ops
 from jaxthru.models.remat import KEPT
+from jaxthru.runtime import aot
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
 from jaxthru.runtime.weights import WeightInfo
+from pallas_kernels.cast_transpose import STAND_IN
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 TOKENS, EMBED, HEADS, HEAD_DIM, MLP = 256, 64, 4, 16, 128
@@ -173,6 +177,63 @@ def test_all_three_matmuls_are_in_float8(compute):
     ]
     assert casts.count((E4M3, (TOKENS, EMBED))) == 1, "the shared input is quantised once"
     assert len(casts) == 5  # and each weight and each gradient once
+
+
+def both_passes(using: Ops, x_ND, *weights):
+    """Returns a function of a layer's input and weights: results, and gradients of these as cotangents."""
+
+    def run(x_ND, weights):
+        project = lambda x, ws: using.column_parallel(x, *(Weight(w, "embed", "mlp") for w in ws))  # noqa: E731
+        ys, pull = jax.vjp(project, x_ND, weights)
+        return ys, pull(ys)
+
+    return run, (x_ND, weights)
+
+
+def test_one_device_contracts_along_rows_alone():
+    """Of Hopper's products: what they took transposed, XLA would transpose by itself, byte by byte."""
+    run, given = both_passes(make_ops(), draw(7, TOKENS, EMBED), draw(8, EMBED, MLP), draw(9, EMBED, MLP))
+    made = [e for e in equations(jax.make_jaxpr(run)(*given).jaxpr) if e.primitive.name == "dot_general"]
+    assert [e.params["dimension_numbers"] for e in made] == [(((1,), (1,)), ((), ()))] * 6
+
+
+@pytest.mark.parametrize("cast_by", ["reference", "xla"])
+def test_however_it_is_cast_the_numbers_are_the_same(cast_by):
+    x_ND = draw(7, TOKENS, EMBED).astype("bfloat16")
+    using = make_ops(compute="bfloat16")
+    other = dataclasses.replace(using, cast_transpose_by=cast_by)
+    (run, given), (run_other, _) = (
+        both_passes(of, x_ND, draw(8, EMBED, MLP), draw(9, EMBED, MLP)) for of in (using, other)
+    )
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(run)(*given), jax.jit(run_other)(*given))
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_the_backward_pass_is_given_an_input_once(policy):
+    """Transposed, and each weight as it is: a loop over layers would stack whatever else there is."""
+    using, x_ND = make_ops(), draw(7, TOKENS, EMBED)
+    weights = draw(8, EMBED, MLP), draw(9, EMBED, MLP)
+    project = lambda x, ws: using.column_parallel(x, *(Weight(w, "embed", "mlp") for w in ws))  # noqa: E731
+    if policy == "full":
+        project = jax.checkpoint(project, policy=jax.checkpoint_policies.save_only_these_names(fp8.KEPT_NAME))
+    kept = [e for e in jax.tree.leaves(jax.vjp(project, x_ND, weights)[1]) if e.dtype.itemsize == 1]
+    of_weights = [] if policy == "full" else [(EMBED, MLP)] * 2
+    assert sorted(each.shape for each in kept) == sorted([(EMBED, TOKENS), *of_weights])
+
+
+@pytest.mark.compiles_for("cuda")
+@pytest.mark.parametrize(("cast_by", "casts"), [(STAND_IN, 3), ("xla", 0)])
+def test_a_kernel_s_casts_are_what_products_take_on_a_gpu(cast_by, casts):
+    """Of the input, the weight and the gradient; XLA transposes nothing behind them."""
+    using = dataclasses.replace(make_ops(compute="bfloat16"), cast_transpose_by=cast_by)
+    wide, mlp = 512, 1024
+    x_ND = jax.ShapeDtypeStruct((TOKENS, wide), jnp.bfloat16)
+    run, given = both_passes(using, x_ND, jax.ShapeDtypeStruct((wide, mlp), jnp.float32))
+    text = aot.compile_for(aot.lower(jax.jit(run), *given), aot.TARGETS["h200"]).hlo
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3
+    assert text.count('custom_call_target="jaxthru_stand_in_cast_transpose"') == casts
+    made_by_xla = [line for line in text.splitlines() if " fusion(" in line and re.search(r"f8\w+\[\d", line)]
+    assert bool(made_by_xla) == (not casts), made_by_xla
 
 
 def test_embedding_and_lm_head_stay_out():
