@@ -131,7 +131,7 @@ NAMES = {
     "plan.levels.table": "plan.memory.proposal_table",
     "plan.arithmetic.LOSS_CHUNK": "build.memory_sizes.LOSS_CHUNK",
     "plan.memory.DOCUMENTS": "build.choices.DOCUMENTS",
-    "plan.memory.stand_in": "build.memory_sizes.attention_stand_in",
+    "plan.memory.stand_in": "build.stand_ins.attention_stand_in",
     "plan.memory.layered": "build.memory_estimate.fullest",
     "plan.memory.Moment": "engine.rehearsed.Moment",
     "plan.memory.PROCESS": "build.memory_estimate.PROCESS",

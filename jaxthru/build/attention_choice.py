@@ -16,9 +16,9 @@ from jaxthru.build.attention_shapes import shapes_of
 from jaxthru.build.checks import attention_by
 from jaxthru.build.defaults import replaced
 from jaxthru.build.memory_estimate import Room
-from jaxthru.build.memory_sizes import attention_stand_in
 from jaxthru.build.proposals import candidates, least_seconds
 from jaxthru.build.refusal import NothingFits
+from jaxthru.build.stand_ins import attention_stand_in
 from jaxthru.config import RunConfig
 from jaxthru.data.loading.host_pool import RunData
 from jaxthru.engine.model import AttentionShape

@@ -21,29 +21,42 @@ from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout
 
 KEY = "precision.matmul"
-LEAST_GAIN = 0.03
-"""Share of a step's time below which float8, which rounds more, is not taken."""
+LEAST_GAIN = 0.05
+"""Share of a step's time below which float8, which rounds more, is not taken. The account was up to 0.02 more
+than was measured."""
 CAPABILITY = (8, 9)
 """Of the first NVIDIA GPUs that multiply float8."""
 
-COMPUTE, FLOAT8, BANDWIDTH, STEP = 690 / 989.5, 1200 / 1979, 4.1 / 4.8, 572 / 989.5
-"""Shares of the data sheet that an H200 keeps up: of matmuls in bfloat16 (8192³), of those in float8, of its
-memory, and of a whole step's needed FLOPs in bfloat16. Float8 has 1,293 TFLOP/s at 8192³; with two of three
-products' sums in float32, and by layers' own shapes, the 8 layers of Llama 3 8B are as fast as they were
-measured with 1,200."""
+COMPUTE, FLOAT8, STEP = 690 / 989.5, 1293 / 1979, 572 / 989.5
+"""Shares of the data sheet that an H200 keeps up: of matmuls in bfloat16 and in float8, both 8192³, and of a
+whole step's needed FLOPs in bfloat16."""
 
-ACTIVATIONS = 5
-"""Bytes that quantising moves for each number of a linear layer's input, and of its output's gradient: read
-for the largest magnitude (2), read again (2), and written twice, as it is and transposed, as cuBLAS takes it
-for the weight's gradient (2); less the write in bfloat16 of what nothing else reads. As compiled, the arrays
-of those 8 layers move 4 to 7, 4.9 in all. Under adapters a weight has no gradient, and they move 1 less."""
+BANDWIDTH, TRANSPOSING = 4.1 / 4.8, 1.6 / 4.8
+"""The same of its memory, and of it in XLA's casts that transpose, which store single bytes. The latter is a
+fit to what five whole steps saved (docs/results.md); one, with adapters, has no such casts."""
 
 
-def weight_bytes(stored: int) -> int:
-    """Returns the bytes that a parameter moves more than for a matmul in bfloat16, which has it cast once.
-    stored: bytes of it, read twice; its float8 form is written, and once read and written transposed."""
+def moved_by_activation(adapters: bool) -> tuple[int, int]:
+    """Returns the bytes that quantising moves for each number of a linear layer's input, and of its output's
+    gradient, and those of them in casts that transpose.
+
+    It is read for the largest magnitude (2), read again (2), and written twice, as it is and transposed, as
+    cuBLAS takes it for the weight's gradient (2); less the write in bfloat16 of what nothing else reads. As
+    compiled, the arrays of 8 layers of Llama 3 8B move 4 to 7, 4.9 in all. Under adapters a weight has no
+    gradient, so that nothing is transposed.
+    """
+    return (4, 0) if adapters else (5, 4)
+
+
+def moved_by_weight(stored: int) -> tuple[int, int]:
+    """Returns the bytes that a parameter moves more than for a matmul in bfloat16, which has it cast once,
+    and those of them in casts that transpose.
+
+    stored: bytes of it, read twice, the second time to be cast and transposed; its float8 form is written,
+    and once read and written as it was.
+    """
     cast = 0 if stored == 2 else stored + 2
-    return 2 * stored + 3 - cast
+    return 2 * stored + 3 - cast, stored + 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +93,8 @@ def account(config: RunConfig, layout: Layout, kind: str) -> Account | None:
     micro = tokens // train.microbatches // layout.size("batch")
     sides = layout.mesh.size // layout.size("batch")  # that split a row's tokens, heads and widths
     adapters = config.lora.on  # their base is kept as it is multiplied
-    stored = 2 if adapters else config.optim.format.weights.itemsize
-    compute = float8 = moved = 0.0
+    of_weight = moved_by_weight(2 if adapters else config.optim.format.weights.itemsize)
+    compute = float8 = quantising = 0.0
     for stage in distinct(chain.layers):
         times = train.microbatches * chain.layers.count(stage)
         made = parameters = 0
@@ -94,10 +107,12 @@ def account(config: RunConfig, layout: Layout, kind: str) -> Account | None:
             float8 += times * products(size, 1, FLOAT8 * 2 * peak, bandwidth, adapters) / sides
             made, parameters = made + outputs, parameters + math.prod(shape)
         numbers = micro * (stage.kept.get("float8", made) + made)  # of inputs, and of outputs' gradients
-        of_weights = weight_bytes(stored) * parameters / layout.size("embed")
-        moved += times * ((ACTIVATIONS - adapters) * numbers + of_weights) / sides
+        whole = (numbers, moved_by_activation(adapters)), (parameters / layout.size("embed"), of_weight)
+        for count, (moved, transposing) in whole:
+            seconds = (moved - transposing) / bandwidth + transposing / (TRANSPOSING * memory)
+            quantising += times * count * seconds / sides
     needed = needed_flops(config)(tokens, tokens * config.data.sequence)
-    return Account(compute, float8, moved / bandwidth, needed / layout.mesh.size / (STEP * peak))
+    return Account(compute, float8, quantising, needed / layout.mesh.size / (STEP * peak))
 
 
 def products(

@@ -16,14 +16,11 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxthru.build.defaults import plain, replaced
 from jaxthru.build.memory_sizes import (
     Sizes,
-    attention_stand_in,
-    experts_stand_in,
     loops,
-    norm_stand_in,
     stacked,
     update_in_8_bits,
-    without_triton,
 )
+from jaxthru.build.stand_ins import attention_stand_in, stand_ins, without_triton
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.engine import programs
@@ -213,9 +210,8 @@ def _assembled(config: RunConfig, devices: int, segments: int) -> tuple[Assemble
     layout = layout_of(config, devices)
     attention, workspace = attention_stand_in(config, layout, segments)
     config, _ = without_triton(config)
-    stand_ins = {"attention": attention, "norm": norm_stand_in(config)}
-    stand_ins["experts"] = experts_stand_in(config)
-    made = assemble(config, layout, segments=segments, sources=1, **stand_ins)
+    of_data = {"segments": segments, "sources": 1}
+    made = assemble(config, layout, attention=attention, **of_data, **stand_ins(config))
     # No devices, no memory kind that they would have by default.
     abstract = programs.with_shardings(made.abstract, on_device(made.abstract))
     return dataclasses.replace(made, abstract=abstract), workspace

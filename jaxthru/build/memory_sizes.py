@@ -12,10 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from jaxthru.build.attention_shapes import shapes_of
-from jaxthru.build.checks import attention_by
 from jaxthru.build.step import Assembled
-from jaxthru.config import RunConfig
 from jaxthru.engine.memory_tally import shard_size
 from jaxthru.engine.model import LAYERS, Model, split_stages
 from jaxthru.engine.walk import cotangents, linearised_block
@@ -23,12 +20,8 @@ from jaxthru.models.ops import Ops
 from jaxthru.models.remat import EXPERT_HIDDEN, kept_bytes
 from jaxthru.models.stage import Group, Stage, distinct
 from jaxthru.optim.shards import parts_of_whole_blocks
-from jaxthru.runtime.sharding import Layout
 from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels import dispatch
-from pallas_kernels.attention import STAND_IN, automatic, cudnn_packed
-from pallas_kernels.grouped_matmul import STAND_IN as STAND_IN_OF_ROWS
-from pallas_kernels.rms_norm import STAND_IN as NORM_STAND_IN
 
 LOSS_CHUNK = 2048
 """Tokens whose logits and gradient exist at once in linear_cross_entropy by XLA, at a vocabulary of 128,256.
@@ -51,52 +44,6 @@ outputs and all of their gradients."""
 WAITING = 0.8
 """Of what the blocks of a pattern keep, how much is there beside the stacks at the end of a loop's body, in
 the forward pass: XLA puts what all of them keep into the stacks together."""
-
-LOWERED_ON_A_GPU = "linear_cross_entropy", "adamw_8bit", "routing"
-"""Operations whose Triton kernels have no stand-in; without their GPU they cannot be lowered."""
-
-
-PORTABLE = "xla", "reference", "ragged"
-"""Implementations that are lowered anywhere."""
-
-
-def without_triton(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """Returns a configuration that can be traced where there is no GPU, and notes: XLA's form of these
-    operations takes as much memory or a little more."""
-    kernels = config.kernels
-    named = {key: by for key in LOWERED_ON_A_GPU if (by := getattr(kernels, key)).startswith("triton")}
-    notes = tuple(f"planned with XLA's form in place of kernels.{key} = {by!r}" for key, by in named.items())
-    other = dataclasses.replace(kernels, **dict.fromkeys(named, "auto"))
-    return dataclasses.replace(config, kernels=other), notes
-
-
-def experts_stand_in(config: RunConfig) -> tuple[str | None, str | None]:
-    """Returns what takes the memory of the grouped matmul, and of the activation between two of them, which
-    would run on a GPU."""
-    chosen = (config.kernels.named(key) or "triton" for key in ("grouped_matmul", "weighted_swiglu"))
-    product, activation = (STAND_IN_OF_ROWS if by not in PORTABLE else by for by in chosen)
-    return product, activation
-
-
-def norm_stand_in(config: RunConfig) -> str:
-    """Returns what takes the memory of the norm which would run on a GPU: a loop over layers stacks for XLA's
-    backward pass what its forward pass made in float32, and for the kernels' a norm's input alone."""
-    chosen = config.kernels.named("rms_norm") or "triton"  # as NVIDIA's GPUs have it
-    return NORM_STAND_IN if chosen == "triton" else chosen
-
-
-def attention_stand_in(config: RunConfig, layout: Layout, segments: int) -> tuple[str, int]:
-    """Returns the attention that takes the memory of the one which would run on a GPU, and the bytes that its
-    backward pass works in there. segments: most documents in a row."""
-    rows, shapes = shapes_of(config, layout)
-    heads, _, head_dim = max((shape[:3] for shape in shapes), default=(0, 0, 0))  # a window takes no other
-    elements = rows * config.data.sequence * heads // layout.size("heads") * head_dim
-    chosen = attention_by(config, "gpu")
-    if chosen == "auto":
-        # The first is the same on a CPU, and to ask for a GPU starts a backend.
-        chosen = automatic(elements, segments, "cpu", width=head_dim)[0]
-    workspace = cudnn_packed.workspace_bytes(elements, segments) if chosen == "cudnn_packed" else 0
-    return STAND_IN.get(chosen, chosen), workspace
 
 
 def loops(model: Model) -> bool:

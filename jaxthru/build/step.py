@@ -31,7 +31,6 @@ from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout, shardings
 from jaxthru.training.state import abstract_state
 from pallas_kernels.adamw_8bit import PARTITIONED
-from pallas_kernels.cast_transpose import STAND_IN as CAST_STAND_IN
 
 OBJECTIVES: dict[str, tuple[type[Objective], dict[str, str]]] = {
     "cross_entropy": (CrossEntropy, {"z_loss": "z_loss"}),
@@ -92,13 +91,13 @@ def bound(
     attention: str,
     norm: str | None = None,
     experts: tuple[str | None, str | None] | None = None,
+    cast: str | None = None,
 ) -> Model:
-    """Returns the model of a configuration on a layout. attention: implementation, or `auto`. norm, experts:
-    in the place of the configuration's; of experts the grouped matmul and their activation. Those of experts
-    are given by plans, which are for GPUs."""
+    """Returns the model of a configuration on a layout. attention: implementation, or `auto`. norm, experts,
+    cast: in the place of the configuration's; of experts the grouped matmul and their activation. Those of
+    experts are given by plans, which are for GPUs."""
     config = plain(config)
     product, activation = experts or map(config.kernels.named, ("grouped_matmul", "weighted_swiglu"))
-    planned, cast = experts is not None, config.kernels.named("cast_transpose")
     ops = Ops(
         layout,
         jnp.dtype(config.precision.compute),
@@ -111,12 +110,12 @@ def bound(
         grouped_matmul_by=product,
         routing_by=config.kernels.named("routing"),
         weighted_swiglu_by=activation,
-        cast_transpose_by=CAST_STAND_IN if planned and cast == "triton" else cast,
+        cast_transpose_by=cast or config.kernels.named("cast_transpose"),
         copies=config.mesh.copies,
         expert_chunks=config.mesh.chunks(layout.size("experts"), layout.size("mlp")),
         keep_parameters=config.remat.keep_parameters,
         loss_chunk_bytes=config.train.loss_chunk_bytes,
-        for_gpu=planned,
+        for_gpu=experts is not None,
     )
     return Model(chain_of(config), ops, config.remat.policy, config.model.loop)
 
@@ -215,15 +214,16 @@ def assemble(
     attention: str,
     norm: str | None = None,
     experts: tuple[str | None, str | None] | None = None,
+    cast: str | None = None,
     masked: bool = False,
 ) -> Assembled:
     """Returns the step of a configuration on a layout.
 
     segments: most documents in a row. sources: of the mix. attention: implementation, or `auto`. norm,
-    experts: see `bound`. masked: whether the mix says which tokens are trained on.
+    experts, cast: see `bound`. masked: whether the mix says which tokens are trained on.
     """
     config = plain(config)
-    train, model = config.train, bound(config, layout, attention, norm, experts)
+    train, model = config.train, bound(config, layout, attention, norm, experts, cast)
     schedule = make_schedule(config.optim, train.steps)
     optimizer = Optimizer(config.optim, model.weights, *_adamw_8bit(config, model.ops))
     objective = objective_of(train, model, segments, sources, masked, base_of(config, model))

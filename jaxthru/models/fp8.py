@@ -38,11 +38,12 @@ KEPT_NAME = FLOAT8
 """What rematerialisation policies call quantised inputs, and the magnitudes that weights are scaled by."""
 
 
-class Turned(NamedTuple):
-    """A quantised matrix [A, B], and transposed [B, A]: what is contracted over A takes this."""
+class WithTransposed(NamedTuple):
+    """A quantised matrix [A, B] and its transpose [B, A], which a product that contracts over A takes.
+    values: None where no other product is left."""
 
-    values: jax.Array
-    turned: jax.Array
+    values: jax.Array | None
+    transposed: jax.Array
     scale: jax.Array
 
 
@@ -52,10 +53,11 @@ def quantise(x: jax.Array, dtype: jnp.dtype, rows: jax.Array | None = None) -> Q
     return Quantised((x.astype(jnp.float32) * up).astype(dtype), scale)
 
 
-def quantise_turned(x: jax.Array, dtype: jnp.dtype, implementation: str | None) -> Turned:
-    """Returns a matrix in a float8 dtype under one scale. implementation: of `cast_transpose`."""
+def quantise_both(x: jax.Array, dtype: jnp.dtype, cast_by: str) -> WithTransposed:
+    """Returns a matrix and its transpose in a float8 dtype under one scale. cast_by: an implementation of
+    `cast_transpose`."""
     up, scale = scales(x, dtype)
-    return Turned(*cast_transpose(x, up, dtype, implementation=implementation), scale)
+    return WithTransposed(*cast_transpose(x, up, dtype, implementation=cast_by), scale)
 
 
 def scales(x: jax.Array, dtype: jnp.dtype, rows: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -79,8 +81,8 @@ def scales(x: jax.Array, dtype: jnp.dtype, rows: jax.Array | None = None) -> tup
 
 
 def dot(
-    a: Quantised | Turned,
-    b: Quantised | Turned,
+    a: Quantised | WithTransposed,
+    b: Quantised | WithTransposed,
     contract: tuple[int, int],
     dtype: jnp.dtype,
     precision: lax.Precision,
@@ -96,23 +98,24 @@ def dot(
     return product * (a.scale * b.scale).astype(dtype)
 
 
-def _operand(matrix: Quantised | Turned, contract: int) -> tuple[jax.Array, int]:
+def _operand(matrix: Quantised | WithTransposed, contract: int) -> tuple[jax.Array, int]:
     """Returns what a product contracts over a dim of a matrix, and over which of its own."""
-    return (matrix.turned, 1) if isinstance(matrix, Turned) and contract == 0 else (matrix.values, contract)
+    both = isinstance(matrix, WithTransposed)
+    return (matrix.transposed, 1) if both and contract == 0 else (matrix.values, contract)
 
 
-def _named(x8: Quantised | Turned) -> Quantised | Turned:
+def _named(x8: Quantised | WithTransposed) -> Quantised | WithTransposed:
     """Names what the backward pass takes of an input. Kept as bits: `jax.checkpoint` rounds floats that it
     keeps to IEEE's e4m3, which ends at 240."""
-    field = "turned" if isinstance(x8, Turned) else "values"
+    field = "transposed" if isinstance(x8, WithTransposed) else "values"
     kept = getattr(x8, field)
     bits = checkpoint_name(lax.bitcast_convert_type(kept, jnp.uint8), KEPT_NAME)
     return x8._replace(**{field: lax.bitcast_convert_type(bits, kept.dtype)})
 
 
-def _transposed(x8: Quantised | Turned) -> Quantised | Turned:
+def _for_backward(x8: Quantised | WithTransposed) -> Quantised | WithTransposed:
     """Returns what the backward pass takes of an input, and no more: a loop stacks all that it is given."""
-    return x8._replace(values=None) if isinstance(x8, Turned) else x8
+    return x8._replace(values=None) if isinstance(x8, WithTransposed) else x8
 
 
 def project(
@@ -133,8 +136,9 @@ def project(
       weights: [I, O] each; their gradients are in their dtypes. One that is quantised never changes: it is
         taken as it is, and has no gradient.
       axes: the two logical axes of each weight.
-      cast_by: an implementation of `cast_transpose`, by which matrices that two products take are quantised
-        on one device; on several the partitioner places their casts.
+      cast_by: an implementation of `cast_transpose`, of arrays as they lie on one device, that makes both of
+        what two products take, one of them transposed. None and `xla` leave it to XLA to transpose where a
+        product does: an array of both would be stacked, and transposed, whole by a loop over layers.
     """
     dtype, frozen = x_RI.dtype, [isinstance(weight_IO, Quantised) for weight_IO in weights]
     stored = [None if still else each.dtype for still, each in zip(frozen, weights, strict=True)]
@@ -142,18 +146,17 @@ def project(
     by_token = lambda of: "tokens" if of == "embed" else "batch"  # noqa: E731
     lay_out = lambda of: lambda x: layout.constrain(x, (by_token(of), of))  # noqa: E731
 
-    def rows(x8: Quantised | Turned, of: str) -> Quantised | Turned:
+    def rows(x8: Quantised | WithTransposed, of: str) -> Quantised | WithTransposed:
         # First as it was quantised: else the partitioner would gather what it is quantised from.
         return x8._replace(values=layout.constrain(lay_out(of)(x8.values), ("batch", of)))
 
-    def quantised(matrix: jax.Array, dtype: jnp.dtype, turned: bool = True) -> Quantised | Turned:
-        """turned: whether a product contracts over the matrix's rows, too."""
-        if turned and layout.mesh.size == 1:
-            return quantise_turned(matrix, dtype, cast_by)
-        return quantise(matrix, dtype)
+    def quantised(matrix: jax.Array, dtype: jnp.dtype, both: bool = True) -> Quantised | WithTransposed:
+        """both: whether a product takes the matrix transposed, too."""
+        by_xla = cast_by in (None, "xla")
+        return quantise_both(matrix, dtype, cast_by) if both and not by_xla else quantise(matrix, dtype)
 
     def forward(x_RI, weights):
-        x8 = _named(quantised(x_RI, FORWARD, turned=not all(frozen)))
+        x8 = _named(quantised(x_RI, FORWARD, both=not all(frozen)))
         x8 = rows(x8, axes[0][0])
         weights8 = []
         for weight_IO, where in zip(weights, axes, strict=True):
@@ -165,13 +168,13 @@ def project(
             for weight8, where in zip(weights8, axes, strict=True)
         ]
         kept8 = [Quantised(weight8.values, weight8.scale) for weight8 in weights8]
-        return ys, (None if all(frozen) else _transposed(x8), kept8)
+        return ys, (None if all(frozen) else _for_backward(x8), kept8)
 
     def backward(kept, gradients):
         x8, weights8 = kept
         parts_RI, dweights = [], []
         for gradient_RO, weight8, where, kept_in in zip(gradients, weights8, axes, stored, strict=True):
-            gradient8 = rows(quantised(gradient_RO, BACKWARD, turned=kept_in is not None), where[1])
+            gradient8 = rows(quantised(gradient_RO, BACKWARD, both=kept_in is not None), where[1])
             parts_RI.append(dot(gradient8, weight8, (1, 1), dtype, BACKWARD_SUMS, lay_out(where[0])))
             if kept_in is None:
                 dweights.append(None)

@@ -41,11 +41,11 @@ class Ops:
     """compute: the dtype of activations and matmul operands. attention_by: an implementation of
     `pallas_kernels.attention`, or `auto`. float8: multiply linear layers in float8; float8_experts: experts
     too. collective_matmul_by: an implementation of `pallas_kernels.collective_matmul`, `auto`, or `none`, see
-    `collective`. Others that end so: an implementation, None takes the first that can run, see `norm_by`.
+    `collective`. Other fields in `_by`: an implementation, None takes the first that can run, see `norm_by`.
     expert_chunks: see `MeshConfig`. policy: of rematerialisation, see `Model`. copies: gather parameters over
     `fsdp`, and scatter their gradients, by `runtime.copies`, and move tokens of experts so. keep_parameters:
     have them kept for the backward pass, see `RematConfig`. for_gpu: planned for GPUs that are not here.
-    adapters: of the block that is applied. loss_chunk_bytes: `chunk_bytes` of `linear_cross_entropy`."""
+    adapters: `lora.Adapters` of a block. loss_chunk_bytes: `chunk_bytes` of `linear_cross_entropy`."""
 
     layout: Layout
     compute: jnp.dtype

@@ -12,8 +12,8 @@ from jaxthru.build.choices import Documents, documents
 from jaxthru.build.confirmed import Programs
 from jaxthru.build.least_offload import Proposal, by_arithmetic, fitted
 from jaxthru.build.memory_estimate import MemoryPlan, Room, fullest, gib, host_room
-from jaxthru.build.memory_sizes import attention_stand_in, experts_stand_in, norm_stand_in, without_triton
 from jaxthru.build.proposals import PCIE, Candidate
+from jaxthru.build.stand_ins import attention_stand_in, stand_ins, without_triton
 from jaxthru.build.step import Assembled, assemble
 from jaxthru.config import RunConfig
 from jaxthru.engine.rehearsed import OUTPUT, TEMPORARY, Analysis
@@ -139,10 +139,8 @@ def traced(
         notes += (f"planned with the ring in place of {asked}",)
         config = dataclasses.replace(config, kernels=dataclasses.replace(kernels, collective_matmul="ring"))
     attention, _ = attention_stand_in(config, layout, segments)
-    stand_ins = {"attention": attention, "norm": norm_stand_in(config)}
-    stand_ins["experts"] = experts_stand_in(config)
     of_data = {"segments": segments, "sources": found.sources, "masked": found.masked}
-    made = assemble(config, layout, **of_data, **stand_ins)
+    made = assemble(config, layout, attention=attention, **of_data, **stand_ins(config))
     how = f"compiled for {target.name} without autotuning; attention: {attention}"
     return made, notes, f"{how}, up to {segments} documents a row"
 

@@ -19,8 +19,8 @@ from jaxthru.build.checks import check_sizes, offloaded, refusals_named, validat
 from jaxthru.build.choices import Documents, documents
 from jaxthru.build.defaults import AUTO, get, plain
 from jaxthru.build.memory_estimate import layout_of
-from jaxthru.build.memory_sizes import without_triton
 from jaxthru.build.proposals import candidates
+from jaxthru.build.stand_ins import without_triton
 from jaxthru.build.step import assemble
 from jaxthru.config import RunConfig
 from jaxthru.plan import memory

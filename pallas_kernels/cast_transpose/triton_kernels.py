@@ -9,10 +9,10 @@ import triton.language as tl
 
 @triton.jit
 def cast_transpose(
-    x, up, values, turned, R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+    x, up, values, transposed, R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """One tile. Grid: (C / BC, R / BR), rounded up. x, values [R, C]; up [1]; turned [C, R], of whose four
-    bytes from a multiple of four rows on each is one word: a byte alone would be a store alone."""
+    """One tile. Grid: (C / BC, R / BR), rounded up. x, values [R, C]; up [1]; transposed [C, R], in words of
+    four rows: a byte alone would be a store alone."""
     factor = tl.load(up)
     word_W = tl.program_id(1) * (BR // 4) + tl.arange(0, BR // 4)
     column_C = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -25,5 +25,5 @@ def cast_transpose(
         tl.store(values + at_WC + row * C, value_WC, mask=exists_WC)
         word_WC |= value_WC.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * row)
     at_CW = column_C.to(tl.int64)[:, None] * (R // 4) + word_W[None, :]
-    words = turned.to(tl.pointer_type(tl.uint32), bitcast=True)
+    words = transposed.to(tl.pointer_type(tl.uint32), bitcast=True)
     tl.store(words + at_CW, tl.trans(word_WC), mask=tl.trans(exists_WC))

@@ -1,4 +1,4 @@
-"""Left to XLA, which makes both in one kernel, or has a product transpose what it takes."""
+"""Left to XLA, which makes both in one kernel or transposes by another one."""
 
 import jax
 import jax.numpy as jnp

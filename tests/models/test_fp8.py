@@ -190,11 +190,15 @@ def both_passes(using: Ops, x_ND, *weights):
     return run, (x_ND, weights)
 
 
-def test_one_device_contracts_along_rows_alone():
-    """Of Hopper's products: what they took transposed, XLA would transpose by itself, byte by byte."""
-    run, given = both_passes(make_ops(), draw(7, TOKENS, EMBED), draw(8, EMBED, MLP), draw(9, EMBED, MLP))
+@pytest.mark.parametrize("cast_by", [None, "reference"])
+def test_with_its_transposes_all_is_contracted_along_rows(cast_by):
+    """As Hopper's products are: of what they took otherwise, XLA makes the transpose."""
+    using = dataclasses.replace(make_ops(), cast_transpose_by=cast_by)
+    run, given = both_passes(using, draw(7, TOKENS, EMBED), draw(8, EMBED, MLP), draw(9, EMBED, MLP))
     made = [e for e in equations(jax.make_jaxpr(run)(*given).jaxpr) if e.primitive.name == "dot_general"]
-    assert [e.params["dimension_numbers"] for e in made] == [(((1,), (1,)), ((), ()))] * 6
+    contracted = {e.params["dimension_numbers"][0] for e in made}
+    otherwise = {((0,), (0,)), ((1,), (0,))}
+    assert contracted == {((1,), (1,))} | (set() if cast_by else otherwise)
 
 
 @pytest.mark.parametrize("cast_by", ["reference", "xla"])
@@ -208,17 +212,19 @@ def test_however_it_is_cast_the_numbers_are_the_same(cast_by):
     jax.tree.map(np.testing.assert_array_equal, jax.jit(run)(*given), jax.jit(run_other)(*given))
 
 
+@pytest.mark.parametrize("cast_by", [None, "reference"])
 @pytest.mark.parametrize("policy", ["none", "full"])
-def test_the_backward_pass_is_given_an_input_once(policy):
-    """Transposed, and each weight as it is: a loop over layers would stack whatever else there is."""
-    using, x_ND = make_ops(), draw(7, TOKENS, EMBED)
+def test_the_backward_pass_is_given_an_input_once(policy, cast_by):
+    """And each weight as it is: a loop over layers would stack whatever else there is."""
+    using, x_ND = dataclasses.replace(make_ops(), cast_transpose_by=cast_by), draw(7, TOKENS, EMBED)
     weights = draw(8, EMBED, MLP), draw(9, EMBED, MLP)
     project = lambda x, ws: using.column_parallel(x, *(Weight(w, "embed", "mlp") for w in ws))  # noqa: E731
     if policy == "full":
         project = jax.checkpoint(project, policy=jax.checkpoint_policies.save_only_these_names(fp8.KEPT_NAME))
     kept = [e for e in jax.tree.leaves(jax.vjp(project, x_ND, weights)[1]) if e.dtype.itemsize == 1]
     of_weights = [] if policy == "full" else [(EMBED, MLP)] * 2
-    assert sorted(each.shape for each in kept) == sorted([(EMBED, TOKENS), *of_weights])
+    of_input = (EMBED, TOKENS) if cast_by else (TOKENS, EMBED)
+    assert sorted(each.shape for each in kept) == sorted([of_input, *of_weights])
 
 
 @pytest.mark.compiles_for("cuda")

@@ -17,8 +17,8 @@ from jaxthru.build import attention_choice, choices
 from jaxthru.build.checks import validate
 from jaxthru.build.compiled import compile_step
 from jaxthru.build.memory_estimate import Room, estimate, layout_of
-from jaxthru.build.memory_sizes import attention_stand_in
 from jaxthru.build.refusal import NothingFits
+from jaxthru.build.stand_ins import attention_stand_in
 from jaxthru.data.loading.dataset import open_data
 from jaxthru.data.mixture.configuration import Mixture
 from jaxthru.data.mixture.packing import pack

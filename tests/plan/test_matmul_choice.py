@@ -33,13 +33,21 @@ def settled(config, kind=H200, capability=HOPPER, devices=1):
     return config.precision.matmul, why
 
 
+QWEN3_4B = "model.layers=36 model.embed=2560 model.heads=32 model.mlp=9728 train.rows=4 data.sequence=2048"
+
+
 @pytest.mark.parametrize(
-    ("name", "compute", "float8", "within"),
-    # Tokens/s measured on an H200, docs/results.md. By the first the account's rate of float8 was taken.
-    [("llama3_8b_8layer", 37_556, 47_588, 0.005), ("llama3_8b_one_gpu", 10_381, 13_375, 0.02)],
+    ("name", "settings", "compute", "float8", "within"),
+    # Tokens/s measured on an H200, docs/results.md. By these the rate of casts was taken.
+    [
+        ("llama3_8b_8layer", "", 38_045, 47_341, 0.005),
+        ("llama3_8b_one_gpu", "", 10_381, 13_375, 0.02),
+        ("qwen3_0_6b", QWEN3_4B, 20_773, 25_095, 0.01),
+        ("llama3_2_1b", "train.rows=16 data.sequence=2048", 73_341, 85_137, 0.025),
+    ],
 )
-def test_the_account_is_near_what_was_measured(name, compute, float8, within):
-    config = load(name)
+def test_the_account_is_near_what_was_measured(name, settings, compute, float8, within):
+    config = load(name, *settings.split())
     found = matmul_choice.account(config, layout_of(config, 1), H200)
     tokens = config.train.rows * config.data.sequence
     expected = tokens / (tokens / compute - found.gain * found.step)
@@ -58,9 +66,9 @@ def test_under_adapters_frozen_weights_have_two_products():
 
 def test_a_large_model_takes_it_and_a_small_one_does_not():
     matmul, why = settled(load("llama3_8b_8layer"))
-    assert matmul == "fp8" and re.search(r"143 ms in place of 249, quantising 13\.3: 21\.2% of the step", why)
+    assert matmul == "fp8" and re.search(r"133 ms in place of 249, quantising 31\.8: 19\.3% of the step", why)
     matmul, why = settled(load("quickstart", "precision.compute=bfloat16"))
-    assert matmul == "compute" and "3% is the least" in why
+    assert matmul == "compute" and "5% is the least" in why
 
 
 def test_more_is_quantised_for_each_product_of_fewer_tokens():
@@ -70,7 +78,9 @@ def test_more_is_quantised_for_each_product_of_fewer_tokens():
         for config in (load("llama3_8b_8layer", f"train.microbatches={n}") for n in (1, 2))
     )
     assert split.float8 == pytest.approx(whole.float8)
-    assert split.quantising - whole.quantising == pytest.approx(8 * 218.1e6 * 5 / 4.1e12, rel=0.01)
+    assert split.quantising - whole.quantising == pytest.approx(
+        8 * 218.1e6 * (7 / 1.6e12 - 2 / 4.1e12), rel=0.01
+    )
 
 
 @pytest.mark.parametrize("mesh", ["mesh.fsdp=4", "mesh.tensor=4", "mesh.data=4"])
@@ -104,6 +114,7 @@ def test_the_device_decides(kind, capability, matmul, why):
         ("remat.keep_parameters=true", "remat.keep_parameters = True"),
         ("mesh.transfers=copies", "mesh.transfers = 'copies'"),
         ("kernels.collective_matmul=ring", "kernels.collective_matmul = 'ring'"),
+        ("kernels.cast_transpose=triton", "kernels.cast_transpose = 'triton': with"),
         ("precision.compute=float32", "precision.compute = 'float32'"),
         ("lora.rank=16 lora.base=int8", "lora.base = 'int8'"),
     ],

@@ -15,7 +15,7 @@ import pytest
 
 from jaxthru import config as configuration
 from jaxthru.build.checks import validate
-from jaxthru.build.memory_sizes import attention_stand_in
+from jaxthru.build.stand_ins import attention_stand_in
 from jaxthru.build.step import assemble
 from jaxthru.runtime import aot
 
