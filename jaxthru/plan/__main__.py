@@ -84,7 +84,9 @@ def _memory(arguments: argparse.Namespace) -> int:
         return _settled(config, *how, segments, room)
 
     try:
-        settled = attention_choice.or_without_workspace(planned, config, layout, segments, target.capability)
+        with refusals_named(config):
+            of_run = config, layout, segments, target.capability
+            settled = attention_choice.or_without_workspace(planned, *of_run)
     except NothingFits as error:
         _show(
             None, [str(error)] if arguments.best else [*room.said, *_reasons(error.config, said), str(error)]
@@ -168,10 +170,9 @@ def _plan(config, target, devices, segments) -> tuple[MemoryPlan, MemoryPlan | N
         segments = segments or choices.documents(config)[0]
         size = memory.room(config, target).full.device
         return estimate(config, devices=devices, segments=segments, memory=size)[0], None
-    with refusals_named(config):
-        if config.offload.layered:
-            return memory.dispatched(config, target, devices, segments), None
-        plan = memory.resident(config, target, devices, segments)
+    if config.offload.layered:
+        return memory.dispatched(config, target, devices, segments), None
+    plan = memory.resident(config, target, devices, segments)
     return plan, plan
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cast_transpose import stand_in
-from pallas_kernels.dispatch import Implementation, Operation
+from pallas_kernels.dispatch import Implementation, Operation, Unsupported
 
 __all__ = ["OPERATION", "STAND_IN", "cast_transpose"]
 
@@ -67,5 +67,9 @@ def cast_transpose(
         names = " and ".join(jnp.dtype(each).name for each in DTYPES)
         raise ValueError(f"cast_transpose: casts to {names}, not to {jnp.dtype(dtype).name}")
     if implementation == STAND_IN:
-        return stand_in.cast_transpose(x_RC, up, dtype)
+        try:
+            return stand_in.cast_transpose(x_RC, up, dtype)
+        except Unsupported as refusal:
+            refusal.operation = OPERATION.name
+            raise
     return OPERATION.run(x_RC, up, dtype, implementation=implementation, platform=platform)

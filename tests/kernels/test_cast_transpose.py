@@ -74,8 +74,9 @@ def test_a_stand_in_has_the_kernel_s_results_and_refuses_what_it_refuses():
     assert primitives == {"ffi_call"}
     assert [(each.shape, each.dtype) for each in made] == [((128, 64), E5M2), ((64, 128), E5M2)]
     for refused in (x[:126], x.astype(E4M3)):
-        with pytest.raises(dispatch.Unsupported, match="needs"):
+        with pytest.raises(dispatch.Unsupported, match="needs") as refusal:
             operands(refused)
+        assert refusal.value.operation == "cast_transpose"  # by which a plan names the setting
 
 
 def test_what_is_refused():

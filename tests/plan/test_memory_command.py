@@ -18,6 +18,8 @@ from jaxthru.plan.__main__ import main
 from jaxthru.runtime import aot
 
 SCANNED_LAYERS = "--set", "model.loop=scan", "--set", "offload.activations=inputs"
+UNFIT_CASTS = "precision.matmul=fp8 kernels.cast_transpose=triton train.rows=1 data.sequence=126"
+UNFIT_CASTS = tuple(word for setting in UNFIT_CASTS.split() for word in ("--set", setting))
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,8 @@ SCANNED_LAYERS = "--set", "model.loop=scan", "--set", "offload.activations=input
         (("--segments", "0"), "--segments: must be at least 1"),
         (("--devices", "3"), "must be a multiple of mesh.fsdp = 3"),
         (("--best", *SCANNED_LAYERS), "model.loop = 'scan': with offload.level = 'auto'"),
+        (UNFIT_CASTS, "kernels.cast_transpose = 'triton': needs a multiple of 4 rows (tokens, or a weight's"),
+        ((*UNFIT_CASTS, "--best"), "kernels.cast_transpose = 'triton': needs a multiple of 4 rows"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, message, capsys, monkeypatch):
