@@ -10,6 +10,9 @@ def split(master: jax.Array) -> tuple[jax.Array, jax.Array]:
     The weight is the nearest bfloat16, ties away from zero: to the nearest even one, ties either way would
     leave an even weight 65,537 remainders.
     """
+    # A CPU may make each of a master of its own, rounded otherwise: where a tie lies between these, what
+    # comes back is a unit of bfloat16 off. XLA for GPUs makes both in one kernel.
+    master = jax.lax.platform_dependent(master, cpu=jax.lax.optimization_barrier, default=lambda x: x)
     bits = jax.lax.bitcast_convert_type(master, jnp.int32)
     high = (bits + 0x8000) >> 16
     remainder = bits - (high << 16)

@@ -137,6 +137,21 @@ def by_optax(gradient, weight, remainder, mu, nu, key, scalars) -> tuple:
     return master - RATE * direction, after.mu, after.nu
 
 
+def test_a_weight_and_its_remainder_are_of_one_master():
+    """Of masters that come to lie within a few units of a tie, whose side rounding decides."""
+    rng, shape = np.random.default_rng(fresh_seed()), (16, 16)
+    updated = jax.jit(lambda *given: update(*given, ADAM))
+    for _ in range(8):
+        gradient, *_, mu, nu, key, scalars = arguments(rng, shape, "split")
+        step = by_optax(gradient, jnp.zeros(shape), None, mu, nu, key, scalars)[0]
+        large = jax.lax.bitcast_convert_type(1 + jnp.abs(normal(rng, shape, jnp.float32)), jnp.int32)
+        ties = jax.lax.bitcast_convert_type((large & ~0xFFFF) | 0x8000, jnp.float32)
+        before = (np.asarray(ties, np.float64) - np.asarray(step)) / (1 - RATE * ADAM.weight_decay)
+        given = gradient, *split(jnp.asarray(before, jnp.float32)), mu, nu, key, scalars
+        weight, remainder, *_ = updated(*given)
+        np.testing.assert_allclose(join(weight, remainder), ties, rtol=2.0**-10)  # bfloat16's unit: 2^-8
+
+
 @pytest.mark.parametrize("master", MASTERS)
 @pytest.mark.parametrize("shape", CPU.values(), ids=CPU.keys())
 def test_the_update_is_adamw(shape, master):

@@ -111,8 +111,10 @@ def test_kernels_train_as_xla_does_offloaded(mesh, called):
             {"loop": "unroll", "microbatches": 2, "remat": "full", "ops": ("copies",)},
             id="microbatches_and_copies",
         ),
-        pytest.param((1, 1, 2, 2), {"of": EXPERTS}, id="experts"),
-        pytest.param((1, 1, 2), {"of": EXPERTS, "qk_norm_together": True}, id="heads_together"),
+        pytest.param((1, 1, 2, 2), {"of": EXPERTS}, id="experts", marks=pytest.mark.slow),
+        pytest.param(
+            (1, 1, 2), {"of": EXPERTS, "qk_norm_together": True}, id="heads_together", marks=pytest.mark.slow
+        ),
         pytest.param((2, 1, 2), {"of": GEMMA}, id="gemma"),
     ],
 )
