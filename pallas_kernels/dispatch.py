@@ -111,6 +111,12 @@ def require_gpu(platform: str, least: tuple[int, int]) -> None:
         require_nvidia(platform, least)
 
 
+def require_float(x: jax.Array) -> None:
+    """Raises Unsupported for an array of a dtype that Triton kernels of floats do not take."""
+    if x.dtype not in (jax.numpy.bfloat16, jax.numpy.float16, jax.numpy.float32):
+        raise Unsupported(f"needs bfloat16, float16 or float32, got {x.dtype}")
+
+
 @functools.cache
 def load_triton(package: str) -> tuple[ModuleType, ModuleType]:
     """Returns jax_triton and `<package>.triton_kernels`. Late, for neither is of use off a GPU.

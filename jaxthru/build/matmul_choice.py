@@ -38,25 +38,25 @@ fit to what five whole steps saved (docs/results.md); one, with adapters, has no
 
 def moved_by_activation(adapters: bool) -> tuple[int, int]:
     """Returns the bytes that quantising moves for each number of a linear layer's input, and of its output's
-    gradient, and those of them in casts that transpose.
+    gradient: in passes that transpose nothing, and in casts that do.
 
     It is read for the largest magnitude (2), read again (2), and written twice, as it is and transposed, as
     cuBLAS takes it for the weight's gradient (2); less the write in bfloat16 of what nothing else reads. As
     compiled, the arrays of 8 layers of Llama 3 8B move 4 to 7, 4.9 in all. Under adapters a weight has no
     gradient, so that nothing is transposed.
     """
-    return (4, 0) if adapters else (5, 4)
+    return (4, 0) if adapters else (1, 4)
 
 
 def moved_by_weight(stored: int) -> tuple[int, int]:
     """Returns the bytes that a parameter moves more than for a matmul in bfloat16, which has it cast once,
-    and those of them in casts that transpose.
+    in passes that transpose nothing, and in casts that do.
 
     stored: bytes of it, read twice, the second time to be cast and transposed; its float8 form is written,
     and once read and written as it was.
     """
     cast = 0 if stored == 2 else stored + 2
-    return 2 * stored + 3 - cast, stored + 3
+    return stored - cast, stored + 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +108,8 @@ def account(config: RunConfig, layout: Layout, kind: str) -> Account | None:
             made, parameters = made + outputs, parameters + math.prod(shape)
         numbers = micro * (stage.kept.get("float8", made) + made)  # of inputs, and of outputs' gradients
         whole = (numbers, moved_by_activation(adapters)), (parameters / layout.size("embed"), of_weight)
-        for count, (moved, transposing) in whole:
-            seconds = (moved - transposing) / bandwidth + transposing / (TRANSPOSING * memory)
+        for count, (plain, transposing) in whole:
+            seconds = plain / bandwidth + transposing / (TRANSPOSING * memory)
             quantising += times * count * seconds / sides
     needed = needed_flops(config)(tokens, tokens * config.data.sequence)
     return Account(compute, float8, quantising, needed / layout.mesh.size / (STEP * peak))

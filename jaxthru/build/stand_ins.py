@@ -18,7 +18,6 @@ from pallas_kernels.rms_norm import STAND_IN as NORM_STAND_IN
 LOWERED_ON_A_GPU = "linear_cross_entropy", "adamw_8bit", "routing"
 """Operations whose Triton kernels have no stand-in; without their GPU they cannot be lowered."""
 
-
 PORTABLE = "xla", "reference", "ragged"
 """Implementations that are lowered anywhere."""
 
@@ -35,11 +34,10 @@ def without_triton(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
 
 def stand_ins(config: RunConfig) -> dict[str, Any]:
     """Returns what `assemble` takes in the place of what would run on a GPU, but for attention."""
-    named = config.kernels.named("cast_transpose")
     return {
         "norm": norm_stand_in(config),
         "experts": experts_stand_in(config),
-        "cast": CAST_STAND_IN if named == "triton" else named,
+        "cast": CAST_STAND_IN if config.kernels.cast_transpose == "triton" else None,
     }
 
 

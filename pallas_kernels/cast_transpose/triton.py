@@ -9,13 +9,12 @@ On an H200 at 4.1 TB/s, for 32,768 x 8,192 in bfloat16: reads 537 MB and writes 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Unsupported, load_triton, require_nvidia
+from pallas_kernels.dispatch import Unsupported, load_triton, require_float, require_nvidia
 
 MIN_CAPABILITY = (9, 0)  # 8.9 converts float32 by float16, and so rounds twice
 TILE = {"BR": 128, "BC": 64, "num_warps": 4}
 WORD = 4
 """Bytes that are transposed together, and so rows."""
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def cast_transpose(
@@ -50,8 +49,7 @@ def require_fit(x_RC: jax.Array) -> None:
         raise Unsupported(
             f"needs a multiple of {WORD} rows (tokens, or a weight's inputs), got {x_RC.shape[0]:,}"
         )
-    if x_RC.dtype not in DTYPES:
-        raise Unsupported(f"needs bfloat16, float16 or float32, got {x_RC.dtype}")
+    require_float(x_RC)
 
 
 def results(x_RC: jax.Array, dtype: jnp.dtype) -> list[jax.ShapeDtypeStruct]:

@@ -12,7 +12,7 @@ Shapes: C tokens of a chunk, V vocabulary (this device's part).
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Unsupported, load_triton, on_nvidia, require_gpu
+from pallas_kernels.dispatch import load_triton, on_nvidia, require_float, require_gpu
 from pallas_kernels.linear_cross_entropy import xla
 from pallas_kernels.varying import vary_alike
 
@@ -42,8 +42,7 @@ def linear_cross_entropy(hidden_BTD, *arguments, platform: str, **options):
         of bfloat16, float16 and float32.
     """
     require_gpu(platform, MIN_CAPABILITY)
-    if hidden_BTD.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise Unsupported(f"needs bfloat16, float16 or float32, got {hidden_BTD.dtype}")
+    require_float(hidden_BTD)
     load_triton(__package__)
     return xla.linear_cross_entropy(
         hidden_BTD,

@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Unsupported, load_triton, require_gpu
+from pallas_kernels.dispatch import Unsupported, load_triton, require_float, require_gpu
 from pallas_kernels.varying import vary_alike
 
 MIN_CAPABILITY = (8, 0)
@@ -75,8 +75,7 @@ def require_fit(x: jax.Array, widest: int) -> None:
     """Raises Unsupported for what the kernels do not take, on any device."""
     if x.shape[-1] > widest:
         raise Unsupported(f"needs rows of at most {widest:,} entries, got {x.shape[-1]:,}")
-    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise Unsupported(f"needs bfloat16, float16 or float32, got {x.dtype}")
+    require_float(x)
 
 
 def tile(width: int, entries: int, of_thread: int) -> dict[str, int]:

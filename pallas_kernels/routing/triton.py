@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.dispatch import Unsupported, load_triton, require_gpu
+from pallas_kernels.dispatch import Unsupported, load_triton, require_float, require_gpu
 from pallas_kernels.routing import xla
 from pallas_kernels.varying import vary_alike
 
@@ -36,7 +36,6 @@ SUMMED = 4096  # counts that a program of the sums has at once
 ENTRIES = 2048  # of rows that a program moves at once, or of one row's part
 WARPS = {"dispatch": 8, "combine": 4}  # of such a program
 WIDEST = 4096  # of a row at once
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def route(logits_NE, valid_N, bias_E, *, rule, platform: str):
@@ -190,8 +189,7 @@ def combine(y_RD, order, *, platform: str) -> jax.Array:
 def _move(kernel: str, x, order, results: int, platform: str) -> jax.Array:
     """Returns [results, D] of a kernel that takes a block of tokens at a time, with where their rows are."""
     require_gpu(platform, MIN_CAPABILITY)
-    if x.dtype not in DTYPES:
-        raise Unsupported(f"needs bfloat16, float16 or float32, got {x.dtype}")
+    require_float(x)
     jax_triton, kernels = load_triton(__package__)
     (N, K), D = order.inverse_NK.shape, x.shape[1]
     width = min(1 << (D - 1).bit_length(), WIDEST)

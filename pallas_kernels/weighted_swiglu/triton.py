@@ -11,13 +11,12 @@ MB and writes 201, 0.15 ms; backward reads 604 and writes 403, 0.25 ms.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Unsupported, load_triton, require_gpu
+from pallas_kernels.dispatch import load_triton, require_float, require_gpu
 from pallas_kernels.varying import vary_alike
 
 MIN_CAPABILITY = (8, 0)
 ENTRIES = 2048  # of gates, and of ups, that a program has at once: 16 a thread
 WIDEST = 1024  # of a row at once
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def weighted_swiglu(gate_up_R2M, weights_R, sized, *, platform: str) -> jax.Array:
@@ -44,8 +43,7 @@ def weighted_swiglu_backward(
 def _launch(kernel: str, platform: str, arrays, sized, made):
     require_gpu(platform, MIN_CAPABILITY)
     R, _, M = arrays[0].shape
-    if arrays[0].dtype not in DTYPES:
-        raise Unsupported(f"needs bfloat16, float16 or float32, got {arrays[0].dtype}")
+    require_float(arrays[0])
     jax_triton, kernels = load_triton(__package__)
     width = min(1 << (M - 1).bit_length(), WIDEST)
     rows = max(ENTRIES // width, 1)

@@ -46,6 +46,11 @@ def multiply(using: Ops, x, values, *axes: str) -> jax.Array:
     return using.column_parallel(x, weight)[0] if axes[0] == "embed" else using.row_parallel(x, weight)
 
 
+def layers(using: Ops):
+    """Returns a function of an input and weights from the width of the stream: the results of all."""
+    return lambda x, weights: using.column_parallel(x, *(Weight(each, "embed", "mlp") for each in weights))
+
+
 def draw(seed: int, *shape: int, deviation: float = 1.0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(0, deviation, shape), jnp.float32)
 
@@ -139,7 +144,7 @@ def test_one_layer_is_near_float32(compute):
     cotangents = tuple(draw(seed, TOKENS, MLP).astype(compute) for seed in (10, 11))
 
     def project(x_ND, *weights):
-        return tuple(using.column_parallel(x_ND, *(Weight(weight, "embed", "mlp") for weight in weights)))
+        return tuple(layers(using)(x_ND, weights))
 
     def plain(x_ND, *weights):
         return tuple(x_ND.astype(jnp.float32) @ weight for weight in weights)
@@ -158,14 +163,8 @@ def test_one_layer_is_near_float32(compute):
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_all_three_matmuls_are_in_float8(compute):
     using, x_ND = make_ops(compute=compute), draw(7, TOKENS, EMBED).astype(compute)
-    pair = (draw(8, EMBED, MLP), draw(9, EMBED, MLP))
-
-    def both(x_ND, pair):
-        project = lambda x, p: using.column_parallel(x, *(Weight(w, "embed", "mlp") for w in p))  # noqa: E731
-        ys, pull = jax.vjp(project, x_ND, pair)
-        return pull(ys)
-
-    jaxpr = jax.make_jaxpr(both)(x_ND, pair).jaxpr
+    run, given = both_passes(using, x_ND, draw(8, EMBED, MLP), draw(9, EMBED, MLP))
+    jaxpr = jax.make_jaxpr(run)(*given).jaxpr
     out = jnp.dtype(compute)
     fast, exact = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
     expected = [(E4M3, E4M3, out, fast), (E5M2, E4M3, out, exact), (E4M3, E5M2, out, exact)] * 2
@@ -183,8 +182,7 @@ def both_passes(using: Ops, x_ND, *weights):
     """Returns a function of a layer's input and weights: results, and gradients of these as cotangents."""
 
     def run(x_ND, weights):
-        project = lambda x, ws: using.column_parallel(x, *(Weight(w, "embed", "mlp") for w in ws))  # noqa: E731
-        ys, pull = jax.vjp(project, x_ND, weights)
+        ys, pull = jax.vjp(layers(using), x_ND, weights)
         return ys, pull(ys)
 
     return run, (x_ND, weights)
@@ -218,7 +216,7 @@ def test_the_backward_pass_is_given_an_input_once(policy, cast_by):
     """And each weight as it is: a loop over layers would stack whatever else there is."""
     using, x_ND = dataclasses.replace(make_ops(), cast_transpose_by=cast_by), draw(7, TOKENS, EMBED)
     weights = draw(8, EMBED, MLP), draw(9, EMBED, MLP)
-    project = lambda x, ws: using.column_parallel(x, *(Weight(w, "embed", "mlp") for w in ws))  # noqa: E731
+    project = layers(using)
     if policy == "full":
         project = jax.checkpoint(project, policy=jax.checkpoint_policies.save_only_these_names(fp8.KEPT_NAME))
     kept = [e for e in jax.tree.leaves(jax.vjp(project, x_ND, weights)[1]) if e.dtype.itemsize == 1]
