@@ -78,11 +78,15 @@ def nvidia_compute_capability() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def on_nvidia(platform: str | None = None) -> bool:
-    """Whether it will run on an NVIDIA GPU. Where there is no GPU to ask, "gpu" is one."""
+def on_nvidia(platform: str | None = None, least: tuple[int, int] = (0, 0)) -> bool:
+    """Whether it will run on an NVIDIA GPU, of at least this compute capability. Where there is no GPU to
+    ask, "gpu" is one."""
     if resolve_platform(platform) != "gpu":
         return False
-    return jax.default_backend() != "gpu" or nvidia_compute_capability() is not None
+    if jax.default_backend() != "gpu":
+        return True
+    capability = nvidia_compute_capability()
+    return capability is not None and capability >= least
 
 
 def require_nvidia(platform: str, least: tuple[int, int], below: tuple[int, int] | None = None) -> None:
@@ -208,12 +212,15 @@ class Operation:
     automatic: (**facts, platform=...) -> the names that are tried, in order, where none is asked for. Others
     run only when named.
     function: what the implementations' modules call it, where that is not the operation's name.
+    stand_ins: by name, what has an implementation's memory and refuses what it does, for programs that are
+    compiled and never run. They are no choice of users'.
     """
 
     package: str
     implementations: Mapping[str, Implementation]
     automatic: Callable[..., tuple[str, ...]]
     function: str | None = None
+    stand_ins: Mapping[str, Implementation] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -227,13 +234,24 @@ class Operation:
 
     def load(self, name: str) -> ModuleType:
         """Returns an implementation's module. Late: Mosaic takes two seconds to import, and few need it."""
-        return importlib.import_module(f"{self.package}.{self.implementations[name].module or name}")
+        return importlib.import_module(f"{self.package}.{self._implementation(name).module or name}")
+
+    def _implementation(self, name: str) -> Implementation:
+        return self.stand_ins.get(name) or self.implementations[name]
 
     def options(self, name: str, platform: str, named: bool) -> dict[str, object]:
         """Returns what an implementation's functions take beside the operation's own arguments."""
-        implementation = self.implementations[name]
+        implementation = self._implementation(name)
         given = {"platform": platform, "named": named}
         return {key: given[key] for key in implementation.takes} | dict(implementation.options)
+
+    def tried(
+        self, implementation: str | Sequence[str] | None, platform: str | None, **facts: object
+    ) -> tuple[str, ...]:
+        """Returns the names that `run` tries, in order, for the same arguments."""
+        if isinstance(implementation, str):
+            return (implementation,)
+        return tuple(implementation or self.automatic(platform=resolve_platform(platform), **facts))
 
     def run(
         self,
@@ -261,10 +279,10 @@ class Operation:
         """
         platform, label = resolve_platform(platform), function or self.name
         named = isinstance(implementation, str)
-        tried = (implementation,) if named else implementation or self.automatic(platform=platform, **facts)
+        tried = self.tried(implementation, platform, **facts)
         refusals = []
         for name in tried:
-            if name not in self.implementations:
+            if name not in self.implementations and name not in self.stand_ins:
                 raise ValueError(f"{label}: no implementation {name!r}; there are {', '.join(self.names)}")
             try:
                 call = getattr(self.load(name), function or self.function or self.name)

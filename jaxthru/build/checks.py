@@ -235,11 +235,6 @@ def check_float8_settings(config: RunConfig, layout: Layout) -> None:
         chosen in ("auto", "none") or layout.size("heads") == 1,
         f"kernels.collective_matmul = {chosen!r}: {which} matmuls and collectives are apart; choose 'auto'",
     )
-    cast, names = config.kernels.cast_transpose, ("auto", "xla")
-    require(
-        cast in names or layout.mesh.size == 1,
-        f"kernels.cast_transpose = {cast!r}: {which} it is 'auto' or 'xla' on {layout.mesh.size} devices",
-    )
     require(
         not config.mesh.copies,
         f"mesh.transfers = 'copies': {which} parameters are gathered in float8; choose 'collectives'",

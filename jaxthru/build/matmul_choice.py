@@ -19,6 +19,7 @@ from jaxthru.models.stage import distinct
 from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout
+from pallas_kernels.cast_transpose.triton import MIN_CAPABILITY as CASTS_BY_KERNEL
 
 KEY = "precision.matmul"
 LEAST_GAIN = 0.05
@@ -31,9 +32,11 @@ COMPUTE, FLOAT8, STEP = 690 / 989.5, 1293 / 1979, 572 / 989.5
 """Shares of the data sheet that an H200 keeps up: of matmuls in bfloat16 and in float8, both 8192³, and of a
 whole step's needed FLOPs in bfloat16."""
 
-BANDWIDTH, TRANSPOSING = 4.1 / 4.8, 1.6 / 4.8
-"""The same of its memory, and of it in XLA's casts that transpose, which store single bytes. The latter is a
-fit to what five whole steps saved (docs/results.md); one, with adapters, has no such casts."""
+BANDWIDTH = 4.1 / 4.8
+"""The same of its memory."""
+TRANSPOSING = {"triton": 3.2 / 4.8, "xla": 1.6 / 4.8}
+"""The same of its memory in casts that transpose: by the kernel of `cast_transpose`, timed alone, and by XLA,
+which stores single bytes, a fit to what five whole steps saved (docs/results.md)."""
 
 
 def moved_by_activation(adapters: bool) -> tuple[int, int]:
@@ -83,7 +86,20 @@ class Account:
         )
 
 
-def account(config: RunConfig, layout: Layout, kind: str) -> Account | None:
+def transposing(config: RunConfig, layout: Layout, capability: tuple[int, int] | None) -> tuple[float, float]:
+    """Returns the shares of `TRANSPOSING` of activations and of weights, as `fp8.project` casts them. XLA
+    transposes what moves between cast and product: tokens over `tensor`, and weights on several devices."""
+    hopper = capability is not None and capability >= CASTS_BY_KERNEL
+    chosen = config.kernels.named("cast_transpose") or ("triton" if hopper else "xla")
+    stays = layout.spec(("tokens",)) == layout.spec(("batch",)), layout.mesh.size == 1
+    by = (chosen if chosen in TRANSPOSING and here else "xla" for here in stays)
+    of_rows, of_weights = (TRANSPOSING[each] for each in by)
+    return of_rows, of_weights
+
+
+def account(
+    config: RunConfig, layout: Layout, kind: str, capability: tuple[int, int] | None
+) -> Account | None:
     """Returns the account of a configuration on devices of a kind; None where its data sheet is not known."""
     peak, memory = hardware.data_sheet_flops(kind), hardware.data_sheet_bandwidth(kind)
     if peak is None or memory is None:
@@ -94,6 +110,7 @@ def account(config: RunConfig, layout: Layout, kind: str) -> Account | None:
     sides = layout.mesh.size // layout.size("batch")  # that split a row's tokens, heads and widths
     adapters = config.lora.on  # their base is kept as it is multiplied
     of_weight = moved_by_weight(2 if adapters else config.optim.format.weights.itemsize)
+    casts = transposing(config, layout, capability)
     compute = float8 = quantising = 0.0
     for stage in distinct(chain.layers):
         times = train.microbatches * chain.layers.count(stage)
@@ -107,9 +124,10 @@ def account(config: RunConfig, layout: Layout, kind: str) -> Account | None:
             float8 += times * products(size, 1, FLOAT8 * 2 * peak, bandwidth, adapters) / sides
             made, parameters = made + outputs, parameters + math.prod(shape)
         numbers = micro * (stage.kept.get("float8", made) + made)  # of inputs, and of outputs' gradients
-        whole = (numbers, moved_by_activation(adapters)), (parameters / layout.size("embed"), of_weight)
-        for count, (plain, transposing) in whole:
-            seconds = plain / bandwidth + transposing / (TRANSPOSING * memory)
+        counts = numbers, parameters / layout.size("embed")
+        whole = zip(counts, (moved_by_activation(adapters), of_weight), casts, strict=True)
+        for count, (plain, cast), share in whole:
+            seconds = plain / bandwidth + cast / (share * memory)
             quantising += times * count * seconds / sides
     needed = needed_flops(config)(tokens, tokens * config.data.sequence)
     return Account(compute, float8, quantising, needed / layout.mesh.size / (STEP * peak))
@@ -151,7 +169,7 @@ def _chosen(
         check_float8_settings(replaced(config, {KEY: "fp8"}), layout)
     except InputError as refusal:
         return "compute", str(refusal)
-    found = account(config, layout, kind)
+    found = account(config, layout, kind, capability)
     if found is None:
         return "compute", f"no data sheet of {kind} is known here; 'fp8' asks for it all the same"
     if found.gain < LEAST_GAIN:

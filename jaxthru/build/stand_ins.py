@@ -37,8 +37,15 @@ def stand_ins(config: RunConfig) -> dict[str, Any]:
     return {
         "norm": norm_stand_in(config),
         "experts": experts_stand_in(config),
-        "cast": CAST_STAND_IN if config.kernels.cast_transpose == "triton" else None,
+        "cast": cast_stand_in(config),
     }
+
+
+def cast_stand_in(config: RunConfig) -> str | tuple[str, ...]:
+    """Returns what takes the memory of casts to float8 which would run on a GPU, Hopper or later: refuses
+    what was asked for by name, and otherwise gives way to XLA, as they do."""
+    chosen = config.kernels.named("cast_transpose") or (CAST_STAND_IN, "xla")
+    return CAST_STAND_IN if chosen == "triton" else chosen
 
 
 def experts_stand_in(config: RunConfig) -> tuple[str | None, str | None]:

@@ -91,7 +91,7 @@ def bound(
     attention: str,
     norm: str | None = None,
     experts: tuple[str | None, str | None] | None = None,
-    cast: str | None = None,
+    cast: str | tuple[str, ...] | None = None,
 ) -> Model:
     """Returns the model of a configuration on a layout. attention: implementation, or `auto`. norm, experts,
     cast: in the place of the configuration's; of experts the grouped matmul and their activation. Those of

@@ -9,6 +9,7 @@ and needs a history; qwix quantises each gradient twice and an input once for ev
 Shapes: R rows × tokens, I input and O output of a linear layer, E experts.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,12 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from jaxthru.models.fan_out import added
 from jaxthru.models.quantised import Quantised
 from jaxthru.models.remat import FLOAT8
 from jaxthru.runtime.sharding import Axes, Layout
-from pallas_kernels.cast_transpose import cast_transpose
+from pallas_kernels.cast_transpose import OPERATION, cast_transpose
 from pallas_kernels.grouped_matmul import grouped_outer
 from pallas_kernels.grouped_matmul.float8 import grouped_matmul_float8
 
@@ -53,11 +55,18 @@ def quantise(x: jax.Array, dtype: jnp.dtype, rows: jax.Array | None = None) -> Q
     return Quantised((x.astype(jnp.float32) * up).astype(dtype), scale)
 
 
-def quantise_both(x: jax.Array, dtype: jnp.dtype, cast_by: str) -> WithTransposed:
-    """Returns a matrix and its transpose in a float8 dtype under one scale. cast_by: an implementation of
-    `cast_transpose`."""
+def quantise_both(
+    layout: Layout, x: jax.Array, axes: Axes, dtype: jnp.dtype, cast_by: str | Sequence[str] | None
+) -> WithTransposed:
+    """Returns a matrix and its transpose in a float8 dtype under one scale, each device its own part. axes:
+    logical, of the matrix as it lies. cast_by: what `cast_transpose` takes as `implementation`."""
     up, scale = scales(x, dtype)
-    return WithTransposed(*cast_transpose(x, up, dtype, implementation=cast_by), scale)
+    cast = functools.partial(cast_transpose, dtype=dtype, implementation=cast_by)
+    if layout.mesh.size > 1:
+        spec = layout.spec(axes)
+        both = spec, PartitionSpec(*reversed(spec))
+        cast = layout.shard_map(cast, (spec, PartitionSpec()), both, check_vma=False)
+    return WithTransposed(*cast(x, up), scale)
 
 
 def scales(x: jax.Array, dtype: jnp.dtype, rows: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -123,7 +132,7 @@ def project(
     x_RI: jax.Array,
     weights: Sequence[jax.Array | Quantised],
     axes: Sequence[Axes],
-    cast_by: str | None = None,
+    cast_by: str | Sequence[str] | None = None,
 ) -> list[jax.Array]:
     """Returns `x_RI` times each weight, [R, O] in its dtype, by float8 matmuls forward and backward.
 
@@ -136,9 +145,10 @@ def project(
       weights: [I, O] each; their gradients are in their dtypes. One that is quantised never changes: it is
         taken as it is, and has no gradient.
       axes: the two logical axes of each weight.
-      cast_by: an implementation of `cast_transpose`, of arrays as they lie on one device, that makes both of
-        what two products take, one of them transposed. None and `xla` leave it to XLA to transpose where a
-        product does: an array of both would be stacked, and transposed, whole by a loop over layers.
+      cast_by: what `cast_transpose` takes as `implementation`, to make both of what two products take, one
+        of them transposed, of arrays that lie as these take them. Where it is `xla`, XLA transposes where a
+        product does: an array of both would be stacked, and transposed, whole by a loop over layers. So it
+        does what moves before it is multiplied: tokens over `tensor`, and weights on several devices.
     """
     dtype, frozen = x_RI.dtype, [isinstance(weight_IO, Quantised) for weight_IO in weights]
     stored = [None if still else each.dtype for still, each in zip(frozen, weights, strict=True)]
@@ -150,17 +160,25 @@ def project(
         # First as it was quantised: else the partitioner would gather what it is quantised from.
         return x8._replace(values=layout.constrain(lay_out(of)(x8.values), ("batch", of)))
 
-    def quantised(matrix: jax.Array, dtype: jnp.dtype, both: bool = True) -> Quantised | WithTransposed:
-        """both: whether a product takes the matrix transposed, too."""
-        by_xla = cast_by in (None, "xla")
-        return quantise_both(matrix, dtype, cast_by) if both and not by_xla else quantise(matrix, dtype)
+    by_kernel = OPERATION.tried(cast_by, None)[0] != "xla"
+
+    def quantised(matrix: jax.Array, axes: Axes, dtype: jnp.dtype, both: bool) -> Quantised | WithTransposed:
+        """both: whether a product takes the matrix transposed, too, as it lies."""
+        if both and by_kernel:
+            return quantise_both(layout, matrix, axes, dtype, cast_by)
+        return quantise(matrix, dtype)
+
+    def of_rows(matrix: jax.Array, of: str, dtype: jnp.dtype, both: bool) -> Quantised | WithTransposed:
+        lies, taken = (by_token(of), of), ("batch", of)
+        return quantised(matrix, lies, dtype, both and layout.spec(lies) == layout.spec(taken))
 
     def forward(x_RI, weights):
-        x8 = _named(quantised(x_RI, FORWARD, both=not all(frozen)))
+        x8 = _named(of_rows(x_RI, axes[0][0], FORWARD, not all(frozen)))
         x8 = rows(x8, axes[0][0])
         weights8 = []
         for weight_IO, where in zip(weights, axes, strict=True):
-            weight8 = weight_IO if isinstance(weight_IO, Quantised) else quantised(weight_IO, FORWARD)
+            still = isinstance(weight_IO, Quantised)
+            weight8 = weight_IO if still else quantised(weight_IO, where, FORWARD, layout.mesh.size == 1)
             whole = layout.gathered(weight8.values, where)
             weights8.append(weight8._replace(values=whole))
         ys = [
@@ -174,7 +192,7 @@ def project(
         x8, weights8 = kept
         parts_RI, dweights = [], []
         for gradient_RO, weight8, where, kept_in in zip(gradients, weights8, axes, stored, strict=True):
-            gradient8 = rows(quantised(gradient_RO, BACKWARD, both=kept_in is not None), where[1])
+            gradient8 = rows(of_rows(gradient_RO, where[1], BACKWARD, kept_in is not None), where[1])
             parts_RI.append(dot(gradient8, weight8, (1, 1), dtype, BACKWARD_SUMS, lay_out(where[0])))
             if kept_in is None:
                 dweights.append(None)

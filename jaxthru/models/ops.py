@@ -58,7 +58,7 @@ class Ops:
     grouped_matmul_by: str | None = None
     routing_by: str | None = None
     weighted_swiglu_by: str | None = None
-    cast_transpose_by: str | None = None
+    cast_transpose_by: str | tuple[str, ...] | None = None
     expert_chunks: int = 1
     policy: str = "none"
     copies: bool = False

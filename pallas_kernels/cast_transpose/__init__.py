@@ -1,18 +1,23 @@
 """The cast of a scaled matrix to float8, as it is and transposed: float8 is multiplied along rows alone."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cast_transpose import stand_in
-from pallas_kernels.dispatch import Implementation, Operation, Unsupported
+from pallas_kernels.cast_transpose.triton import MIN_CAPABILITY
+from pallas_kernels.dispatch import Implementation, Operation, on_nvidia
 
 __all__ = ["OPERATION", "STAND_IN", "cast_transpose"]
 
 
 def _automatic(platform: str) -> tuple[str, ...]:
-    """Returns the order on a platform. No GPU has timed the Triton kernel yet: it runs when it is named."""
-    return ("xla",)
+    """Returns the order on a platform. On an H200 steps are 1.05 to 1.09 times as fast by the kernel."""
+    return ("triton", "xla") if on_nvidia(platform, MIN_CAPABILITY) else ("xla",)
 
+
+STAND_IN = "triton_stand_in"
+"""What has the memory of "triton", for programs that are compiled and not run."""
 
 OPERATION = Operation(
     __name__,
@@ -22,10 +27,8 @@ OPERATION = Operation(
         "reference": Implementation(),
     },
     _automatic,
+    stand_ins={STAND_IN: Implementation(module="stand_in")},
 )
-
-STAND_IN = "triton_stand_in"
-"""What has the memory of "triton", and refuses what it does, for programs that are compiled and not run."""
 
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
@@ -35,7 +38,7 @@ def cast_transpose(
     up: jax.Array,
     dtype: jnp.dtype,
     *,
-    implementation: str | None = None,
+    implementation: str | Sequence[str] | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns x · up in a float8 dtype, as it is [R, C] and transposed [C, R]; it is not differentiated.
@@ -48,12 +51,13 @@ def cast_transpose(
       x_RC: [R, C] of a float dtype.
       up: the scale, float32, a scalar. Products beyond the dtype's largest number are the caller's to avoid.
       dtype: float8_e4m3fn or float8_e5m2.
-      implementation: one of `OPERATION.names`, or `STAND_IN`; None takes the first that can run.
+      implementation: one of `OPERATION.names`, or `STAND_IN`, or several, of which the first that can runs;
+        None takes those of `automatic`.
       platform: "cpu", "gpu" or "tpu", where it will run; None is JAX's default backend.
 
     Raises:
       ValueError: shapes or dtypes do not fit, or no implementation has the name.
-      dispatch.Unsupported: the named implementation refuses, or `STAND_IN`, as the kernel would.
+      dispatch.Unsupported: the named implementation refuses; `STAND_IN` does where the kernel would.
 
     Source: Micikevicius et al. 2022 (arXiv:2209.05433).
     """
@@ -66,10 +70,4 @@ def cast_transpose(
     if dtype not in DTYPES:
         names = " and ".join(jnp.dtype(each).name for each in DTYPES)
         raise ValueError(f"cast_transpose: casts to {names}, not to {jnp.dtype(dtype).name}")
-    if implementation == STAND_IN:
-        try:
-            return stand_in.cast_transpose(x_RC, up, dtype)
-        except Unsupported as refusal:
-            refusal.operation = OPERATION.name
-            raise
     return OPERATION.run(x_RC, up, dtype, implementation=implementation, platform=platform)

@@ -131,7 +131,7 @@ CHOICE = {
         ("grouped_matmul", "grouped_outer"),
         dict.fromkeys(WHERE, "xla") | {"hopper": "triton", "ampere": "triton", "tpu": "ragged"},
     ),
-    "cast_transpose": dict.fromkeys(WHERE, "xla"),
+    "cast_transpose": dict.fromkeys(WHERE, "xla") | {"hopper": "triton"},
     "all_gather_matmul": dict.fromkeys(WHERE, "reference") | {"tpu": "ring"},
 }
 

@@ -240,6 +240,43 @@ def test_a_kernel_s_casts_are_what_products_take_on_a_gpu(cast_by, casts):
     assert bool(made_by_xla) == (not casts), made_by_xla
 
 
+COLLECTIVE = re.compile(r" = (.*?) ((?:all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?)\(")
+
+
+@pytest.mark.compiles_for("cuda")
+@pytest.mark.parametrize(("mesh", "casts"), [("data=2", 4), ("fsdp=4", 4), ("tensor=2 fsdp=2", 2)])
+def test_a_kernel_casts_what_stays_on_its_device_and_nothing_else_moves(mesh, casts):
+    """Inputs and gradients of a block's two linear layers; over `tensor`, where the stream is gathered first,
+    those of what lies between the two."""
+    mesh, tokens, wide, mlp, moved = MESHES[mesh], 2048, 512, 1024, []
+    for by, kernels in (("xla", 0), (STAND_IN, casts)):
+        using = dataclasses.replace(make_ops(mesh, compute="bfloat16"), cast_transpose_by=by)
+
+        def block(x_ND, up, down, using=using):
+            (y,) = using.column_parallel(x_ND, Weight(up, "embed", "mlp"))
+            return using.row_parallel(jax.nn.silu(y), Weight(down, "mlp", "embed"))
+
+        def both(*given, block=block):
+            y_ND, pull = jax.vjp(block, *given)
+            return y_ND, pull(y_ND)
+
+        given = (
+            jax.ShapeDtypeStruct(shape, dtype, sharding=using.layout.sharding(axes))
+            for shape, dtype, axes in (
+                ((tokens, wide), jnp.bfloat16, ("tokens", None)),
+                ((wide, mlp), jnp.float32, ("embed", "mlp")),
+                ((mlp, wide), jnp.float32, ("mlp", "embed")),
+            )
+        )
+        lowered = aot.lower(jax.jit(both), *given)
+        text = aot.compile_for(lowered, aot.TARGETS["h200"], int(np.prod(mesh))).hlo
+        assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 6
+        assert text.count('custom_call_target="jaxthru_stand_in_cast_transpose"') == kernels
+        found = [match.groups() for match in map(COLLECTIVE.search, text.splitlines()) if match]
+        moved.append(sorted((kind, shape) for shape, kind in found if "[]" not in shape))  # but scales
+    assert moved[0] == moved[1] != []
+
+
 def test_embedding_and_lm_head_stay_out():
     made, batch = tiny.make(float8=True, vocabulary=640), tiny.batch(0)
     params = made.state["params"]
@@ -253,11 +290,12 @@ def test_embedding_and_lm_head_stay_out():
     assert shapes and not [shape for shape in shapes if 640 in shape]
 
 
+@pytest.mark.parametrize("cast_by", [None, "reference"])
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_every_mesh_gives_one_device_s_numbers(mesh):
+def test_every_mesh_gives_one_device_s_numbers(mesh, cast_by):
     """Scales are those of whole tensors, so that only the order of float32 additions differs."""
     x_ND = draw(7, TOKENS, EMBED)
-    alone, sharded = make_ops(), make_ops(mesh)
+    alone, sharded = make_ops(), dataclasses.replace(make_ops(mesh), cast_transpose_by=cast_by)
     weights = [Weight(PARAMETERS[name], *AXES[name]) for name in ("query", "key")]
     for name in ("query", "out", "up", "down"):
         axes, values = AXES[name], PARAMETERS[name]
@@ -273,7 +311,9 @@ def test_every_mesh_gives_one_device_s_numbers(mesh):
         for one, other in zip(got, jax.jit(both, static_argnums=2)(x, values, alone), strict=True):
             assert distance(one, other) < 1e-5
         assert got[2].sharding.is_equivalent_to(sharded.layout.sharding(axes), values.ndim)
-    together = (using.column_parallel(x_ND, *weights) for using in (sharded, alone))
+    together = (
+        jax.jit(lambda x, using=using: using.column_parallel(x, *weights))(x_ND) for using in (sharded, alone)
+    )
     for one, other in zip(*together, strict=True):
         assert distance(one, other) < 1e-5
 

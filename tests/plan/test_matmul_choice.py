@@ -34,31 +34,37 @@ def settled(config, kind=H200, capability=HOPPER, devices=1):
 
 
 QWEN3_4B = "model.layers=36 model.embed=2560 model.heads=32 model.mlp=9728 train.rows=4 data.sequence=2048"
+SHORT = "train.rows=16 data.sequence=2048"
+XLA = "kernels.cast_transpose=xla"
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "compute", "float8", "within"),
-    # Tokens/s measured on an H200, docs/results.md. By these the rate of casts was taken.
+    # Tokens/s measured on an H200, docs/results.md. By those of XLA its rate was taken.
     [
-        ("llama3_8b_8layer", "", 38_045, 47_341, 0.005),
-        ("llama3_8b_one_gpu", "", 10_381, 13_375, 0.02),
-        ("qwen3_0_6b", QWEN3_4B, 20_773, 25_095, 0.01),
-        ("llama3_2_1b", "train.rows=16 data.sequence=2048", 73_341, 85_137, 0.025),
+        ("llama3_8b_8layer", XLA, 38_045, 47_341, 0.005),
+        ("llama3_8b_one_gpu", XLA, 10_381, 13_375, 0.02),
+        ("qwen3_0_6b", f"{QWEN3_4B} {XLA}", 20_773, 25_095, 0.01),
+        ("llama3_2_1b", f"{SHORT} {XLA}", 73_341, 85_137, 0.025),
+        ("qwen3_0_6b", f"{SHORT} {XLA}", 114_040, 116_709, 0.01),
+        ("llama3_2_1b", SHORT, 73_341, 92_994, 0.025),
+        ("qwen3_0_6b", SHORT, 114_040, 126_951, 0.01),
+        ("llama3_8b_8layer", "", 38_203, 50_290, 0.015),
     ],
 )
 def test_the_account_is_near_what_was_measured(name, settings, compute, float8, within):
     config = load(name, *settings.split())
-    found = matmul_choice.account(config, layout_of(config, 1), H200)
+    found = matmul_choice.account(config, layout_of(config, 1), H200, HOPPER)
     tokens = config.train.rows * config.data.sequence
     expected = tokens / (tokens / compute - found.gain * found.step)
     assert expected == pytest.approx(float8, rel=within)
-    assert found.step == pytest.approx(tokens / compute, rel=0.1)
+    assert found.step == pytest.approx(tokens / compute, rel=0.15)
 
 
 def test_under_adapters_frozen_weights_have_two_products():
     """Against 4 rows of 4,096 of all of Llama 3 8B, timed on an H200: results/tuning_lora_8b*.json."""
     config = load("llama3_8b_one_gpu", "lora.rank=16", "train.rows=4", "data.sequence=4096")
-    found = matmul_choice.account(config, layout_of(config, 1), H200)
+    found = matmul_choice.account(config, layout_of(config, 1), H200, HOPPER)
     compute, float8 = 16_384 / 16_504, 16_384 / 22_474
     assert found.step == pytest.approx(compute, rel=0.05)
     assert found.gain == pytest.approx(1 - float8 / compute, abs=0.03)
@@ -66,7 +72,7 @@ def test_under_adapters_frozen_weights_have_two_products():
 
 def test_a_large_model_takes_it_and_a_small_one_does_not():
     matmul, why = settled(load("llama3_8b_8layer"))
-    assert matmul == "fp8" and re.search(r"133 ms in place of 249, quantising 31\.8: 19\.3% of the step", why)
+    assert matmul == "fp8" and re.search(r"133 ms in place of 249, quantising 16\.6: 22\.8% of the step", why)
     matmul, why = settled(load("quickstart", "precision.compute=bfloat16"))
     assert matmul == "compute" and "5% is the least" in why
 
@@ -74,12 +80,12 @@ def test_a_large_model_takes_it_and_a_small_one_does_not():
 def test_more_is_quantised_for_each_product_of_fewer_tokens():
     """Weights are quantised in each micro-batch; tokens are as many as before."""
     whole, split = (
-        matmul_choice.account(config, layout_of(config, 1), H200)
+        matmul_choice.account(config, layout_of(config, 1), H200, HOPPER)
         for config in (load("llama3_8b_8layer", f"train.microbatches={n}") for n in (1, 2))
     )
     assert split.float8 == pytest.approx(whole.float8)
     assert split.quantising - whole.quantising == pytest.approx(
-        8 * 218.1e6 * (7 / 1.6e12 - 2 / 4.1e12), rel=0.01
+        8 * 218.1e6 * (7 / 3.2e12 - 2 / 4.1e12), rel=0.01
     )
 
 
@@ -87,7 +93,7 @@ def test_more_is_quantised_for_each_product_of_fewer_tokens():
 def test_devices_share_the_work(mesh):
     config, other = load("llama3_8b_8layer", "train.rows=8"), load("llama3_8b_8layer", "train.rows=8", mesh)
     one, four = (
-        matmul_choice.account(each, layout_of(each, n), H200) for each, n in ((config, 1), (other, 4))
+        matmul_choice.account(each, layout_of(each, n), H200, HOPPER) for each, n in ((config, 1), (other, 4))
     )
     assert four.float8 == pytest.approx(one.float8 / 4) and four.step == pytest.approx(one.step / 4)
     assert one.quantising / 4 <= four.quantising * (1 + 1e-9) < one.quantising
@@ -114,7 +120,6 @@ def test_the_device_decides(kind, capability, matmul, why):
         ("remat.keep_parameters=true", "remat.keep_parameters = True"),
         ("mesh.transfers=copies", "mesh.transfers = 'copies'"),
         ("kernels.collective_matmul=ring", "kernels.collective_matmul = 'ring'"),
-        ("kernels.cast_transpose=triton", "kernels.cast_transpose = 'triton': with"),
         ("precision.compute=float32", "precision.compute = 'float32'"),
         ("lora.rank=16 lora.base=int8", "lora.base = 'int8'"),
     ],
