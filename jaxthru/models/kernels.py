@@ -32,7 +32,7 @@ class KernelsConfig:
     routing: the choice of experts, the sort of tokens by expert, and the way there and back.
     weighted_swiglu: the experts' activation, with the router's weight.
     cast_transpose: the cast of linear layers' operands to float8, where their products take them transposed
-    as well; on several devices the partitioner's.
+    as well. On several devices XLA casts what moves before it is multiplied.
     """
 
     attention: Literal["auto", *ATTENTION.names] = "auto"

@@ -3,7 +3,8 @@
 XLA's kernels that transpose float8 store single bytes, 32 of a warp at once. A program here has a tile, of
 which four rows at a time become words of four bytes: what is transposed are words.
 
-On an H200 at 4.1 TB/s, for 32,768 x 8,192 in bfloat16: reads 537 MB and writes 537, 0.26 ms.
+On an H200 at 4.1 TB/s, for 32,768 x 8,192 in bfloat16: reads 537 MB and writes 537, 0.26 ms; found 0.30, and
+0.53 by XLA.
 """
 
 import jax
