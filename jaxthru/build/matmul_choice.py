@@ -9,11 +9,13 @@ a faster step may have to wait for.
 
 import dataclasses
 import math
+from typing import Any
 
 from jaxthru.build.checks import check_float8_settings
 from jaxthru.build.defaults import replaced
+from jaxthru.build.memory_estimate import layout_of
 from jaxthru.build.step import needed_flops
-from jaxthru.config import RunConfig
+from jaxthru.config import RunConfig, from_dict
 from jaxthru.models import family
 from jaxthru.models.stage import distinct
 from jaxthru.runtime import hardware
@@ -73,9 +75,14 @@ class Account:
     step: float
 
     @property
+    def saved(self) -> float:
+        """The seconds of a step that float8 saves."""
+        return self.compute - self.float8 - self.quantising
+
+    @property
     def gain(self) -> float:
         """The share of the step's time that float8 saves."""
-        return (self.compute - self.float8 - self.quantising) / self.step
+        return self.saved / self.step
 
     def __str__(self) -> str:
         parts = (self.compute, self.float8, self.quantising)
@@ -156,6 +163,20 @@ def settled(
         return config, ""
     chosen, why = _chosen(config, layout, kind, capability)
     return replaced(config, {KEY: chosen}), why
+
+
+def account_of_run(
+    tree: dict[str, Any], devices: int, kind: str, capability: tuple[int, int] | None
+) -> Account | None:
+    """Returns the account of a run on so many devices, none of which need be here; None where `auto` would
+    leave it in bfloat16, and where its configuration, the nested values of config.json, is no more read."""
+    try:
+        config = replaced(from_dict(tree), {KEY: "auto"})
+        layout = layout_of(config, devices)
+    except InputError:  # of an older version, or from published weights that are elsewhere
+        return None
+    chosen, _ = _chosen(config, layout, kind, capability)
+    return account(config, layout, kind, capability) if chosen == "fp8" else None
 
 
 def _chosen(

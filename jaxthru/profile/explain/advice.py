@@ -12,16 +12,18 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxthru.build.matmul_choice import account_of_run
 from jaxthru.optim.formats import FORMATS
 from jaxthru.profile.account.ledger import Advice, Ledger, Lint
 from jaxthru.profile.explain.breakdown import noise_threshold
 from jaxthru.profile.explain.run_facts import RunFacts
 from jaxthru.profile.explain.settings import FINDINGS, TEXTS
 
-FLOAT8 = re.compile(r"\b(h100|h200|gh200|b200|gb200|b300|l4|l40s?|ada)\b", re.I)
-FLOAT8_SPEED = 1.6
-"""A matmul in float8 against bfloat16 on an H200, with room for its casts: without them it is 1.89
-(docs/results.md)."""
+CAPABILITIES = {
+    (8, 9): re.compile(r"\b(l4|l40s?|ada)\b", re.I),
+    (9, 0): re.compile(r"\b(h100|h200|h800|gh200|b200|gb200|b300)\b", re.I),
+}
+"""Least compute capability -> words in the names of GPUs that multiply float8."""
 
 HOPPER = re.compile(r"\b(h100|h200|h800|gh200)\b", re.I)
 FUSED_WINS = 0.7
@@ -169,12 +171,14 @@ def _recomputation(run: RunFacts) -> Iterator[Advice]:
 
 
 def _frequency(run: RunFacts) -> Iterator[Advice]:
-    lost = run.ledger.matmul.frequency_seconds
-    if lost is None or run.float8 or not FLOAT8.search(run.ledger.run.device_kind):
+    of, reasons = run.ledger.run, run.ledger.clock.cap_reasons
+    known = (least for least, names in CAPABILITIES.items() if names.search(of.device_kind))
+    account = account_of_run(run.config, of.devices, of.device_kind, next(known, None))
+    if run.ledger.matmul.frequency_seconds is None or run.float8 or account is None:
         return
-    reasons, gain = run.ledger.clock.cap_reasons, lost * (1 - 1 / FLOAT8_SPEED)
+    gain = min(account.saved, run.line("matmul"))
     why = f" ({max(reasons, key=reasons.__getitem__)})" if reasons else ""
-    yield _advice(run, "frequency", "precision.matmul", "fp8", gain, why=why, speed=FLOAT8_SPEED)
+    yield _advice(run, "frequency", "precision.matmul", "fp8", gain, why=why, account=account)
 
 
 def _inefficiency(run: RunFacts) -> Iterator[Advice]:
