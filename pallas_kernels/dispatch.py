@@ -78,15 +78,18 @@ def nvidia_compute_capability() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def on_nvidia(platform: str | None = None, least: tuple[int, int] = (0, 0)) -> bool:
-    """Whether it will run on an NVIDIA GPU, of at least this compute capability. Where there is no GPU to
-    ask, "gpu" is one."""
+def on_nvidia(
+    platform: str | None = None, least: tuple[int, int] = (0, 0), below: tuple[int, int] | None = None
+) -> bool:
+    """Whether it will run on an NVIDIA GPU, of such a compute capability; see `require_nvidia`. Where there
+    is no GPU to ask, "gpu" is one."""
     if resolve_platform(platform) != "gpu":
         return False
-    if jax.default_backend() != "gpu":
-        return True
-    capability = nvidia_compute_capability()
-    return capability is not None and capability >= least
+    return jax.default_backend() != "gpu" or _fits(nvidia_compute_capability(), least, below)
+
+
+def _fits(capability: tuple[int, int] | None, least: tuple[int, int], below: tuple[int, int] | None) -> bool:
+    return capability is not None and capability >= least and (below is None or capability < below)
 
 
 def require_nvidia(platform: str, least: tuple[int, int], below: tuple[int, int] | None = None) -> None:
@@ -99,8 +102,7 @@ def require_nvidia(platform: str, least: tuple[int, int], below: tuple[int, int]
     found = platform
     if platform == "gpu":
         capability = nvidia_compute_capability()
-        fits = capability is not None and capability >= least and (below is None or capability < below)
-        if fits or jax.default_backend() != "gpu":
+        if _fits(capability, least, below) or jax.default_backend() != "gpu":
             return
         found = f"{capability[0]}.{capability[1]}" if capability else "another maker's"
     limit = f" and < {below[0]}.{below[1]}" if below else ""
@@ -186,6 +188,10 @@ def require_one_process() -> None:
 def triton_before_xla(platform: str) -> tuple[str, ...]:
     """Returns the order of operations whose Triton kernels are measured to be worth it on NVIDIA's GPUs."""
     return ("triton", "xla") if on_nvidia(platform) else ("xla",)
+
+
+STAND_IN = "_stand_in"
+"""How the name of what stands in for an implementation ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,8 +294,10 @@ class Operation:
                 call = getattr(self.load(name), function or self.function or self.name)
                 result = call(*arguments, **options, **self.options(name, platform, named))
             except Unsupported as refusal:
-                refusals.append(f"{name}: {refusal}")
+                refusals.append(f"{name.removesuffix(STAND_IN)}: {refusal}")
                 continue
+            if name in self.stand_ins:
+                return result
             if (found := _noted.get()) is not None:
                 found.setdefault(self.name, set()).add(name)
             if (label, name) not in _logged and _assumed.get() is None:

@@ -21,7 +21,7 @@ from jaxthru.models.stage import distinct
 from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout
-from pallas_kernels.cast_transpose.triton import MIN_CAPABILITY as CASTS_BY_KERNEL
+from pallas_kernels.cast_transpose import TIMED as CASTS_TIMED
 
 KEY = "precision.matmul"
 LEAST_GAIN = 0.05
@@ -94,11 +94,16 @@ class Account:
 
 
 def transposing(config: RunConfig, layout: Layout, capability: tuple[int, int] | None) -> tuple[float, float]:
-    """Returns the shares of `TRANSPOSING` of activations and of weights, as `fp8.project` casts them. XLA
-    transposes what moves between cast and product: tokens over `tensor`, and weights on several devices."""
-    hopper = capability is not None and capability >= CASTS_BY_KERNEL
-    chosen = config.kernels.named("cast_transpose") or ("triton" if hopper else "xla")
-    stays = layout.spec(("tokens",)) == layout.spec(("batch",)), layout.mesh.size == 1
+    """Returns the shares of `TRANSPOSING` of activations and of weights. XLA transposes adapters' frozen
+    weights, and what moves between cast and product: weights over `fsdp`, and over `tensor` the tokens of
+    some activations, for which all are counted."""
+    least, below = CASTS_TIMED
+    timed = capability is not None and least <= capability < below
+    chosen = config.kernels.named("cast_transpose") or ("triton" if timed else "xla")
+    stays = (
+        layout.spec(("tokens",)) == layout.spec(("batch",)),
+        layout.size("embed") == 1 and not config.lora.on,
+    )
     by = (chosen if chosen in TRANSPOSING and here else "xla" for here in stays)
     of_rows, of_weights = (TRANSPOSING[each] for each in by)
     return of_rows, of_weights

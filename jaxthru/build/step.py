@@ -214,7 +214,7 @@ def assemble(
     attention: str,
     norm: str | None = None,
     experts: tuple[str | None, str | None] | None = None,
-    cast: str | None = None,
+    cast: str | tuple[str, ...] | None = None,
     masked: bool = False,
 ) -> Assembled:
     """Returns the step of a configuration on a layout.

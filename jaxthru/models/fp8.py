@@ -10,6 +10,8 @@ Shapes: R rows × tokens, I input and O output of a linear layer, E experts.
 """
 
 import functools
+import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -23,9 +25,13 @@ from jaxthru.models.fan_out import added
 from jaxthru.models.quantised import Quantised
 from jaxthru.models.remat import FLOAT8
 from jaxthru.runtime.sharding import Axes, Layout
-from pallas_kernels.cast_transpose import OPERATION, cast_transpose
+from pallas_kernels.cast_transpose import OPERATION as CAST_TRANSPOSE
+from pallas_kernels.cast_transpose import cast_transpose
+from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.grouped_matmul import grouped_outer
 from pallas_kernels.grouped_matmul.float8 import grouped_matmul_float8
+
+logger = logging.getLogger("jaxthru.kernels")
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 FORWARD_SUMS, BACKWARD_SUMS = lax.Precision.DEFAULT, lax.Precision.HIGHEST
@@ -146,9 +152,9 @@ def project(
         taken as it is, and has no gradient.
       axes: the two logical axes of each weight.
       cast_by: what `cast_transpose` takes as `implementation`, to make both of what two products take, one
-        of them transposed, of arrays that lie as these take them. Where it is `xla`, XLA transposes where a
-        product does: an array of both would be stacked, and transposed, whole by a loop over layers. So it
-        does what moves before it is multiplied: tokens over `tensor`, and weights on several devices.
+        of them transposed. By `xla` there is no array of both, which a loop over layers would stack, and
+        transpose, whole: XLA transposes where a product does. So it does what moves between its cast and its
+        product, tokens over `tensor` and weights over `fsdp`, and what others refuse that were not named.
     """
     dtype, frozen = x_RI.dtype, [isinstance(weight_IO, Quantised) for weight_IO in weights]
     stored = [None if still else each.dtype for still, each in zip(frozen, weights, strict=True)]
@@ -160,25 +166,32 @@ def project(
         # First as it was quantised: else the partitioner would gather what it is quantised from.
         return x8._replace(values=layout.constrain(lay_out(of)(x8.values), ("batch", of)))
 
-    by_kernel = OPERATION.tried(cast_by, None)[0] != "xla"
+    kernels = tuple(itertools.takewhile(lambda name: name != "xla", CAST_TRANSPOSE.tried(cast_by, None)))
 
     def quantised(matrix: jax.Array, axes: Axes, dtype: jnp.dtype, both: bool) -> Quantised | WithTransposed:
         """both: whether a product takes the matrix transposed, too, as it lies."""
-        if both and by_kernel:
-            return quantise_both(layout, matrix, axes, dtype, cast_by)
+        if both and kernels:
+            try:
+                return quantise_both(layout, matrix, axes, dtype, kernels)
+            except Unsupported as refusal:
+                if isinstance(cast_by, str):
+                    raise
+                _log_left_to_xla(str(refusal))
         return quantise(matrix, dtype)
 
     def of_rows(matrix: jax.Array, of: str, dtype: jnp.dtype, both: bool) -> Quantised | WithTransposed:
         lies, taken = (by_token(of), of), ("batch", of)
         return quantised(matrix, lies, dtype, both and layout.spec(lies) == layout.spec(taken))
 
-    def forward(x_RI, weights):
-        x8 = _named(of_rows(x_RI, axes[0][0], FORWARD, not all(frozen)))
+    def forward(x_RI, weights, again=True):
+        """again: whether the backward pass takes the input."""
+        x8 = _named(of_rows(x_RI, axes[0][0], FORWARD, again and not all(frozen)))
         x8 = rows(x8, axes[0][0])
         weights8 = []
         for weight_IO, where in zip(weights, axes, strict=True):
             still = isinstance(weight_IO, Quantised)
-            weight8 = weight_IO if still else quantised(weight_IO, where, FORWARD, layout.mesh.size == 1)
+            stays = layout.spec(where) == layout.spec(where, without=("fsdp",))
+            weight8 = weight_IO if still else quantised(weight_IO, where, FORWARD, stays)
             whole = layout.gathered(weight8.values, where)
             weights8.append(weight8._replace(values=whole))
         ys = [
@@ -203,10 +216,16 @@ def project(
 
     @jax.custom_vjp
     def run(x_RI, weights):
-        return forward(x_RI, weights)[0]
+        return forward(x_RI, weights, again=False)[0]
 
     run.defvjp(forward, backward)
     return run(x_RI, list(weights))
+
+
+@functools.cache
+def _log_left_to_xla(refusal: str) -> None:
+    """Says once why no kernel casts."""
+    logger.info("kernels: casts to float8 are left to XLA (%s)", refusal)
 
 
 def grouped(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, implementation: str | None) -> jax.Array:

@@ -21,6 +21,7 @@ from jaxthru.runtime.mesh import MeshConfig, make_mesh
 from jaxthru.runtime.sharding import Layout
 from jaxthru.runtime.weights import WeightInfo
 from pallas_kernels.cast_transpose import STAND_IN
+from pallas_kernels.dispatch import Unsupported
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 TOKENS, EMBED, HEADS, HEAD_DIM, MLP = 256, 64, 4, 16, 128
@@ -240,14 +241,38 @@ def test_a_kernel_s_casts_are_what_products_take_on_a_gpu(cast_by, casts):
     assert bool(made_by_xla) == (not casts), made_by_xla
 
 
-COLLECTIVE = re.compile(r" = (.*?) ((?:all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?)\(")
+COLLECTIVE = re.compile(r" = (.*?) ((?:all-\w+|reduce-scatter|collective-\w+)(?:-start)?)\(")
+
+
+@pytest.mark.parametrize("rows", [TOKENS, 126])
+def test_what_a_kernel_refuses_is_xla_s(rows, caplog):
+    """As if it had been asked for; but not where the kernel was."""
+    caplog.set_level("INFO", "jaxthru")
+    fp8._log_left_to_xla.cache_clear()
+    weights, x_ND = (draw(8, EMBED, MLP), draw(9, EMBED, MLP)), draw(7, rows, EMBED)
+
+    def program(by):
+        run, given = both_passes(dataclasses.replace(make_ops(), cast_transpose_by=by), x_ND, *weights)
+        return jax.jit(run).lower(*given).as_text()
+
+    assert program(("triton", "xla")) == program("xla") == program(None)
+    assert "casts to float8 are left to XLA" in caplog.text and "found cpu" in caplog.text
+    with pytest.raises(Unsupported, match="triton: needs an NVIDIA GPU"):
+        program("triton")
+
+
+def test_without_a_backward_pass_no_input_is_transposed():
+    using, x_ND = dataclasses.replace(make_ops(), cast_transpose_by="reference"), draw(7, TOKENS, EMBED)
+    jaxpr = jax.make_jaxpr(layers(using))(x_ND, (draw(8, EMBED, MLP),))
+    made = [v.aval.shape for e in equations(jaxpr.jaxpr) for v in e.outvars if v.aval.dtype == E4M3]
+    assert (EMBED, TOKENS) not in made and (TOKENS, EMBED) in made and (MLP, EMBED) in made
 
 
 @pytest.mark.compiles_for("cuda")
-@pytest.mark.parametrize(("mesh", "casts"), [("data=2", 4), ("fsdp=4", 4), ("tensor=2 fsdp=2", 2)])
+@pytest.mark.parametrize(("mesh", "casts"), [("data=2", 6), ("fsdp=4", 4), ("tensor=2 fsdp=2", 2)])
 def test_a_kernel_casts_what_stays_on_its_device_and_nothing_else_moves(mesh, casts):
-    """Inputs and gradients of a block's two linear layers; over `tensor`, where the stream is gathered first,
-    those of what lies between the two."""
+    """Inputs and gradients of a block's two linear layers, and weights that are not gathered; over `tensor`,
+    where the stream is gathered first, the input and the gradient of what lies between the two."""
     mesh, tokens, wide, mlp, moved = MESHES[mesh], 2048, 512, 1024, []
     for by, kernels in (("xla", 0), (STAND_IN, casts)):
         using = dataclasses.replace(make_ops(mesh, compute="bfloat16"), cast_transpose_by=by)
@@ -273,7 +298,8 @@ def test_a_kernel_casts_what_stays_on_its_device_and_nothing_else_moves(mesh, ca
         assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 6
         assert text.count('custom_call_target="jaxthru_stand_in_cast_transpose"') == kernels
         found = [match.groups() for match in map(COLLECTIVE.search, text.splitlines()) if match]
-        moved.append(sorted((kind, shape) for shape, kind in found if "[]" not in shape))  # but scales
+        arrays = ((kind, shape) for shape, kind in found if re.search(r"\[\d", shape))  # all but scales
+        moved.append(sorted(arrays))
     assert moved[0] == moved[1] != []
 
 

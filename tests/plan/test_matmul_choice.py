@@ -39,26 +39,26 @@ XLA = "kernels.cast_transpose=xla"
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "compute", "float8", "within"),
+    ("name", "settings", "compute", "float8", "within", "of_step"),
     # Tokens/s measured on an H200, docs/results.md. By those of XLA its rate was taken.
     [
-        ("llama3_8b_8layer", XLA, 38_045, 47_341, 0.005),
-        ("llama3_8b_one_gpu", XLA, 10_381, 13_375, 0.02),
-        ("qwen3_0_6b", f"{QWEN3_4B} {XLA}", 20_773, 25_095, 0.01),
-        ("llama3_2_1b", f"{SHORT} {XLA}", 73_341, 85_137, 0.025),
-        ("qwen3_0_6b", f"{SHORT} {XLA}", 114_040, 116_709, 0.01),
-        ("llama3_2_1b", SHORT, 73_341, 92_994, 0.025),
-        ("qwen3_0_6b", SHORT, 114_040, 126_951, 0.01),
-        ("llama3_8b_8layer", "", 38_203, 50_290, 0.015),
+        ("llama3_8b_8layer", XLA, 38_045, 47_341, 0.005, 0.1),
+        ("llama3_8b_one_gpu", XLA, 10_381, 13_375, 0.02, 0.1),
+        ("qwen3_0_6b", f"{QWEN3_4B} {XLA}", 20_773, 25_095, 0.01, 0.1),
+        ("llama3_2_1b", f"{SHORT} {XLA}", 73_341, 85_137, 0.025, 0.1),
+        ("qwen3_0_6b", f"{SHORT} {XLA}", 114_040, 116_709, 0.01, 0.15),
+        ("llama3_2_1b", SHORT, 73_341, 92_994, 0.025, 0.1),
+        ("qwen3_0_6b", SHORT, 114_040, 126_951, 0.01, 0.15),
+        ("llama3_8b_8layer", "", 38_203, 50_290, 0.015, 0.1),
     ],
 )
-def test_the_account_is_near_what_was_measured(name, settings, compute, float8, within):
+def test_the_account_is_near_what_was_measured(name, settings, compute, float8, within, of_step):
     config = load(name, *settings.split())
     found = matmul_choice.account(config, layout_of(config, 1), H200, HOPPER)
     tokens = config.train.rows * config.data.sequence
     expected = tokens / (tokens / compute - found.gain * found.step)
     assert expected == pytest.approx(float8, rel=within)
-    assert found.step == pytest.approx(tokens / compute, rel=0.15)
+    assert found.step == pytest.approx(tokens / compute, rel=of_step)
 
 
 def test_under_adapters_frozen_weights_have_two_products():
@@ -97,6 +97,29 @@ def test_devices_share_the_work(mesh):
     )
     assert four.float8 == pytest.approx(one.float8 / 4) and four.step == pytest.approx(one.step / 4)
     assert one.quantising / 4 <= four.quantising * (1 + 1e-9) < one.quantising
+
+
+@pytest.mark.parametrize(
+    ("settings", "capability", "casts"),
+    [
+        ("", HOPPER, ("triton", "triton")),
+        ("", (8, 9), ("xla", "xla")),
+        ("", (10, 0), ("xla", "xla")),
+        ("", None, ("xla", "xla")),
+        ("kernels.cast_transpose=triton", (10, 0), ("triton", "triton")),
+        ("kernels.cast_transpose=xla", HOPPER, ("xla", "xla")),
+        ("kernels.cast_transpose=reference", HOPPER, ("xla", "xla")),
+        ("lora.rank=16", HOPPER, ("triton", "xla")),
+        ("mesh.fsdp=4", HOPPER, ("triton", "xla")),
+        ("mesh.data=4", HOPPER, ("triton", "triton")),
+        ("mesh.tensor=4", HOPPER, ("xla", "triton")),
+    ],
+)
+def test_the_rate_of_casts_is_of_what_makes_them(settings, capability, casts):
+    config = load("llama3_8b_8layer", "train.rows=8", *settings.split())
+    layout = layout_of(config, 4 if "mesh" in settings else 1)
+    expected = tuple(matmul_choice.TRANSPOSING[by] for by in casts)
+    assert matmul_choice.transposing(config, layout, capability) == expected
 
 
 @pytest.mark.parametrize(
