@@ -2,8 +2,8 @@
 
 Predicted on an H200 at the 4.1 TB/s that it sustains, of bfloat16: each number is read in 2 bytes and written
 in 2. llama_1b_mlp, 32,768 x 8,192: 0.26 ms by Triton. XLA's fusion stores single bytes, 32 of a warp at once:
-at the 1.6 TB/s that fit what whole steps saved by float8, 0.67 ms. Found: 0.30 and 0.53, XLA's at a clock of
-1,950 MHz, where steps have 1,500.
+at the 1.6 TB/s that fit what whole steps saved by float8, 0.67 ms. Found: 0.30 and 0.53, at a clock of 1,950
+MHz, where steps have 1,500.
 """
 
 import math
