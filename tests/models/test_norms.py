@@ -115,7 +115,7 @@ def test_kernels_train_as_xla_does_offloaded(mesh, called):
         pytest.param(
             (1, 1, 2), {"of": EXPERTS, "qk_norm_together": True}, id="heads_together", marks=pytest.mark.slow
         ),
-        pytest.param((2, 1, 2), {"of": GEMMA}, id="gemma"),
+        pytest.param((2, 1, 2), {"of": GEMMA}, id="gemma", marks=pytest.mark.slow),
     ],
 )
 def test_each_device_makes_the_norms_of_its_own_tokens(mesh, settings, called):

@@ -122,6 +122,7 @@ def test_each_device_rounds_by_bits_of_its_own_and_copies_stay_equal(layout):
     assert len(np.unique(weight.astype(jnp.float32))) == 2  # the two nearest
 
 
+@pytest.mark.slow
 def test_a_model_trains_so_as_partitioned():
     """Stacked layers, too, whose arrays have a dim more than the tests above give them."""
     optim = OptimConfig(learning_rate=1e-2, state="split_master_int8")

@@ -96,6 +96,7 @@ def test_cudnn_gets_no_more_workspace_than_the_rule_gives_it(monkeypatch):
     assert by_table(load("train.rows=4", "train.microbatches=2"), segments=40)[0] == "cudnn_packed"
 
 
+@pytest.mark.slow
 def test_where_its_workspace_has_no_room_the_slower_attention_makes_the_faster_step():
     """All 32 layers of Llama 3 8B on one H200, in rows of 8,192 tokens: with cuDNN's attention more of the
     state was on the host, and a step took 1.78 s for 1.52 with Triton's."""

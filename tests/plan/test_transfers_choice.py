@@ -122,6 +122,7 @@ def test_loops_and_offload_take_collectives(settings):
     assert {each.mesh.transfers for each in transfers_choice.ways(settled(config))} == {"collectives"}
 
 
+@pytest.mark.slow
 def test_offload_that_auto_needs_takes_collectives():
     """It is known only when a level is tried: 70 B parameters have to be on the host."""
     found = settled(load("llama3_70b", "train.rows=8", "data.sequence=8192", "optim.state=split_master_int8"))
@@ -215,6 +216,7 @@ def test_what_was_taken_is_said_and_recorded(two_devices, caplog, tmp_path):
     assert resumed.mesh.transfers == "copies"
 
 
+@pytest.mark.slow
 def test_other_processes_are_asked_anew(two_devices, tmp_path):
     """A run that goes on in two processes cannot copy; by its config.json, or resumed, there and back."""
     build, first, second = started(small(), tmp_path), tmp_path, tmp_path / "second"
