@@ -244,15 +244,15 @@ def test_a_kernel_s_casts_are_what_products_take_on_a_gpu(cast_by, casts):
 COLLECTIVE = re.compile(r" = (.*?) ((?:all-\w+|reduce-scatter|collective-\w+)(?:-start)?)\(")
 
 
-@pytest.mark.parametrize("rows", [TOKENS, 126])
-def test_what_a_kernel_refuses_is_xla_s(rows, caplog):
+@pytest.mark.parametrize(("rows", "mesh"), [(TOKENS, (1, 1, 1)), (126, (1, 1, 1)), (TOKENS, (1, 2, 2))])
+def test_what_a_kernel_refuses_is_xla_s(rows, mesh, caplog):
     """As if it had been asked for; but not where the kernel was."""
     caplog.set_level("INFO", "jaxthru")
     fp8._log_left_to_xla.cache_clear()
     weights, x_ND = (draw(8, EMBED, MLP), draw(9, EMBED, MLP)), draw(7, rows, EMBED)
 
     def program(by):
-        run, given = both_passes(dataclasses.replace(make_ops(), cast_transpose_by=by), x_ND, *weights)
+        run, given = both_passes(dataclasses.replace(make_ops(mesh), cast_transpose_by=by), x_ND, *weights)
         return jax.jit(run).lower(*given).as_text()
 
     assert program(("triton", "xla")) == program("xla") == program(None)
