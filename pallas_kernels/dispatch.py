@@ -27,10 +27,12 @@ _logged: set[tuple[str, str]] = set()
 
 
 class Unsupported(Exception):
-    """An implementation cannot run here; the message says what it needs and what it found. operation: that
-    nothing can run, by name; one of several functions may be meant."""
+    """An implementation cannot run here; the message says what it needs and what it found. Of an operation
+    that nothing can run, operation is its name, which may mean one of several functions, and reasons are
+    those of all that were tried."""
 
     operation: str | None = None
+    reasons: str = ""
 
 
 _assumed = contextvars.ContextVar[str | None]("assumed", default=None)
@@ -85,10 +87,13 @@ def on_nvidia(
     is no GPU to ask, "gpu" is one."""
     if resolve_platform(platform) != "gpu":
         return False
-    return jax.default_backend() != "gpu" or _fits(nvidia_compute_capability(), least, below)
+    return jax.default_backend() != "gpu" or fits(nvidia_compute_capability(), least, below)
 
 
-def _fits(capability: tuple[int, int] | None, least: tuple[int, int], below: tuple[int, int] | None) -> bool:
+def fits(
+    capability: tuple[int, int] | None, least: tuple[int, int], below: tuple[int, int] | None = None
+) -> bool:
+    """Whether a compute capability, None of what is no NVIDIA GPU, is one of these; see `require_nvidia`."""
     return capability is not None and capability >= least and (below is None or capability < below)
 
 
@@ -102,7 +107,7 @@ def require_nvidia(platform: str, least: tuple[int, int], below: tuple[int, int]
     found = platform
     if platform == "gpu":
         capability = nvidia_compute_capability()
-        if _fits(capability, least, below) or jax.default_backend() != "gpu":
+        if fits(capability, least, below) or jax.default_backend() != "gpu":
             return
         found = f"{capability[0]}.{capability[1]}" if capability else "another maker's"
     limit = f" and < {below[0]}.{below[1]}" if below else ""
@@ -190,8 +195,16 @@ def triton_before_xla(platform: str) -> tuple[str, ...]:
     return ("triton", "xla") if on_nvidia(platform) else ("xla",)
 
 
-STAND_IN = "_stand_in"
+STAND_IN_SUFFIX = "_stand_in"
 """How the name of what stands in for an implementation ends."""
+
+
+def log_once(operation: str, implementation: str, refusals: str) -> None:
+    """Logs what runs, and why others refused, once of each implementation, and not of what never runs."""
+    if (operation, implementation) not in _logged and _assumed.get() is None:
+        _logged.add((operation, implementation))
+        reasons = f" (refused: {refusals})" if refusals else ""
+        logger.info("kernels: %s uses %s%s", operation, implementation, reasons)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,19 +307,17 @@ class Operation:
                 call = getattr(self.load(name), function or self.function or self.name)
                 result = call(*arguments, **options, **self.options(name, platform, named))
             except Unsupported as refusal:
-                refusals.append(f"{name.removesuffix(STAND_IN)}: {refusal}")
+                refusals.append(f"{name.removesuffix(STAND_IN_SUFFIX)}: {refusal}")
                 continue
             if name in self.stand_ins:
                 return result
             if (found := _noted.get()) is not None:
                 found.setdefault(self.name, set()).add(name)
-            if (label, name) not in _logged and _assumed.get() is None:
-                _logged.add((label, name))
-                reasons = f" (refused: {'; '.join(refusals)})" if refusals else ""
-                logger.info("kernels: %s uses %s%s", label, name, reasons)
+            log_once(label, name, "; ".join(refusals))
             return result
         untried = [name for name in self.names if name not in tried]
-        hint = f"; only when named: {', '.join(untried)}" if not named and untried else ""
-        refused = Unsupported(f"{label}: no implementation can run here: {'; '.join(refusals)}{hint}")
-        refused.operation = self.name
+        hint = f"; only when named: {', '.join(untried)}" if implementation is None and untried else ""
+        reasons = "; ".join(refusals)
+        refused = Unsupported(f"{label}: no implementation can run here: {reasons}{hint}")
+        refused.operation, refused.reasons = self.name, reasons
         raise refused

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from jaxthru.build.checks import check_float8_settings
-from jaxthru.build.defaults import replaced
+from jaxthru.build.defaults import float8_setting, replaced
 from jaxthru.build.memory_estimate import layout_of
 from jaxthru.build.step import needed_flops
 from jaxthru.config import RunConfig, from_dict
@@ -22,11 +22,12 @@ from jaxthru.runtime import hardware
 from jaxthru.runtime.errors import InputError
 from jaxthru.runtime.sharding import Layout
 from pallas_kernels.cast_transpose import TIMED as CASTS_TIMED
+from pallas_kernels.dispatch import fits
 
 KEY = "precision.matmul"
 LEAST_GAIN = 0.05
 """Share of a step's time below which float8, which rounds more, is not taken. The account was up to 0.02 more
-than was measured."""
+than was measured of unrolled steps, and 0.03 in a loop over layers, whose copies are not in it."""
 CAPABILITY = (8, 9)
 """Of the first NVIDIA GPUs that multiply float8."""
 
@@ -84,22 +85,26 @@ class Account:
         """The share of the step's time that float8 saves."""
         return self.saved / self.step
 
-    def __str__(self) -> str:
+    @property
+    def parts(self) -> str:
+        """What its seconds are, in words."""
         parts = (self.compute, self.float8, self.quantising)
         compute, float8, quantising = (f"{1000 * part:.3g}" for part in parts)
         return (
             f"by arithmetic a step's linear layers take {float8} ms in place of {compute}, quantising "
-            f"{quantising}: {self.gain:.1%} of the step"
+            f"{quantising}"
         )
+
+    def __str__(self) -> str:
+        return f"{self.parts}: {self.gain:.1%} of the step"
 
 
 def transposing(config: RunConfig, layout: Layout, capability: tuple[int, int] | None) -> tuple[float, float]:
     """Returns the shares of `TRANSPOSING` of activations and of weights. XLA transposes adapters' frozen
     weights, and what moves between cast and product: weights over `fsdp`, and over `tensor` the tokens of
     some activations, for which all are counted."""
-    least, below = CASTS_TIMED
-    timed = capability is not None and least <= capability < below
-    chosen = config.kernels.named("cast_transpose") or ("triton" if timed else "xla")
+    by_auto = "triton" if fits(capability, *CASTS_TIMED) else "xla"
+    chosen = config.kernels.named("cast_transpose") or by_auto
     stays = (
         layout.spec(("tokens",)) == layout.spec(("batch",)),
         layout.size("embed") == 1 and not config.lora.on,
@@ -173,13 +178,16 @@ def settled(
 def account_of_run(
     tree: dict[str, Any], devices: int, kind: str, capability: tuple[int, int] | None
 ) -> Account | None:
-    """Returns the account of a run on so many devices, none of which need be here; None where `auto` would
-    leave it in bfloat16, and where its configuration, the nested values of config.json, is no more read."""
+    """Returns the account of a run in bfloat16 on so many devices, none of which need be here. None where
+    `auto` would leave it so, and where its configuration, config.json's nested values, is no more read."""
     try:
-        config = replaced(from_dict(tree), {KEY: "auto"})
+        config = from_dict(tree)
         layout = layout_of(config, devices)
-    except InputError:  # of an older version, or from published weights that are elsewhere
+    except (InputError, OSError, RuntimeError):  # of an older version, or of weights that are elsewhere
         return None
+    if float8_setting(config):
+        return None
+    config = replaced(config, {KEY: "auto"})
     chosen, _ = _chosen(config, layout, kind, capability)
     return account(config, layout, kind, capability) if chosen == "fp8" else None
 

@@ -42,8 +42,8 @@ def stand_ins(config: RunConfig) -> dict[str, Any]:
 
 
 def cast_stand_in(config: RunConfig) -> str | tuple[str, ...]:
-    """Returns what takes the memory of casts to float8 which would run on a GPU, Hopper or later: refuses
-    what was asked for by name, and otherwise gives way to XLA, as they do."""
+    """Returns what takes the memory of casts to float8 which would run on Hopper, as much as XLA's take on
+    other GPUs: refuses what was asked for by name, and otherwise gives way to XLA, as they do."""
     chosen = config.kernels.named("cast_transpose") or (CAST_STAND_IN, "xla")
     return CAST_STAND_IN if chosen == "triton" else chosen
 

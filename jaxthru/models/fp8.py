@@ -11,7 +11,6 @@ Shapes: R rows × tokens, I input and O output of a linear layer, E experts.
 
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -27,11 +26,9 @@ from jaxthru.models.remat import FLOAT8
 from jaxthru.runtime.sharding import Axes, Layout
 from pallas_kernels.cast_transpose import OPERATION as CAST_TRANSPOSE
 from pallas_kernels.cast_transpose import cast_transpose
-from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.dispatch import Unsupported, log_once
 from pallas_kernels.grouped_matmul import grouped_outer
 from pallas_kernels.grouped_matmul.float8 import grouped_matmul_float8
-
-logger = logging.getLogger("jaxthru.kernels")
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 FORWARD_SUMS, BACKWARD_SUMS = lax.Precision.DEFAULT, lax.Precision.HIGHEST
@@ -154,7 +151,7 @@ def project(
       cast_by: what `cast_transpose` takes as `implementation`, to make both of what two products take, one
         of them transposed. By `xla` there is no array of both, which a loop over layers would stack, and
         transpose, whole: XLA transposes where a product does. So it does what moves between its cast and its
-        product, tokens over `tensor` and weights over `fsdp`, and what others refuse that were not named.
+        product, tokens over `tensor` and weights over `fsdp`, and what a kernel refuses that was not named.
     """
     dtype, frozen = x_RI.dtype, [isinstance(weight_IO, Quantised) for weight_IO in weights]
     stored = [None if still else each.dtype for still, each in zip(frozen, weights, strict=True)]
@@ -176,7 +173,8 @@ def project(
             except Unsupported as refusal:
                 if isinstance(cast_by, str):
                     raise
-                _log_left_to_xla(str(refusal))
+                if not CAST_TRANSPOSE.stand_ins.keys() & {*kernels}:
+                    log_once(CAST_TRANSPOSE.name, "xla", refusal.reasons)
         return quantise(matrix, dtype)
 
     def of_rows(matrix: jax.Array, of: str, dtype: jnp.dtype, both: bool) -> Quantised | WithTransposed:
@@ -220,12 +218,6 @@ def project(
 
     run.defvjp(forward, backward)
     return run(x_RI, list(weights))
-
-
-@functools.cache
-def _log_left_to_xla(refusal: str) -> None:
-    """Says once why no kernel casts."""
-    logger.info("kernels: casts to float8 are left to XLA (%s)", refusal)
 
 
 def grouped(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, implementation: str | None) -> jax.Array:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, Operation, on_nvidia
+from pallas_kernels.dispatch import STAND_IN_SUFFIX, Implementation, Operation, on_nvidia
 
-__all__ = ["OPERATION", "STAND_IN", "cast_transpose"]
+__all__ = ["OPERATION", "STAND_IN", "TIMED", "cast_transpose"]
 
 TIMED = (9, 0), (10, 0)
 """Compute capabilities, from the first to below the second, of GPUs of which one has timed the kernel."""
@@ -19,7 +19,7 @@ def _automatic(platform: str) -> tuple[str, ...]:
     return ("triton", "xla") if on_nvidia(platform, *TIMED) else ("xla",)
 
 
-STAND_IN = "triton_stand_in"
+STAND_IN = f"triton{STAND_IN_SUFFIX}"
 """What has the memory of "triton", for programs that are compiled and not run."""
 
 OPERATION = Operation(

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, Operation, triton_before_xla
+from pallas_kernels.dispatch import STAND_IN_SUFFIX, Implementation, Operation, triton_before_xla
 from pallas_kernels.rms_norm.xla import rotate
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "rotate",
 ]
 
-STAND_IN = "triton_stand_in"
+STAND_IN = f"triton{STAND_IN_SUFFIX}"
 """What has the memory of "triton", for programs that are compiled and not run; where it refuses, "xla"."""
 
 OPERATION = Operation(

@@ -19,13 +19,8 @@ from jaxthru.profile.explain.breakdown import noise_threshold
 from jaxthru.profile.explain.run_facts import RunFacts
 from jaxthru.profile.explain.settings import FINDINGS, TEXTS
 
-CAPABILITIES = {
-    (8, 9): re.compile(r"\b(l4|l40s?|ada)\b", re.I),
-    (9, 0): re.compile(r"\b(h100|h200|h800|gh200|b200|gb200|b300)\b", re.I),
-}
-"""Least compute capability -> words in the names of GPUs that multiply float8."""
-
 HOPPER = re.compile(r"\b(h100|h200|h800|gh200)\b", re.I)
+HOPPER_CAPABILITY = (9, 0)
 FUSED_WINS = 0.7
 """Of the exposed seconds of gathers and scatters, what kernels that hide them within matmuls won back in the
 8-layer step with mesh.tensor=2 on two H200s: 13.4 of 19.2 ms (docs/results.md)."""
@@ -171,14 +166,17 @@ def _recomputation(run: RunFacts) -> Iterator[Advice]:
 
 
 def _frequency(run: RunFacts) -> Iterator[Advice]:
+    """Of GPUs whose clock has a reference, Hopper's, see profile/account/frequency.py."""
     of, reasons = run.ledger.run, run.ledger.clock.cap_reasons
-    known = (least for least, names in CAPABILITIES.items() if names.search(of.device_kind))
-    account = account_of_run(run.config, of.devices, of.device_kind, next(known, None))
-    if run.ledger.matmul.frequency_seconds is None or run.float8 or account is None:
+    lost = run.ledger.matmul.frequency_seconds
+    if lost is None or lost <= 0 or not HOPPER.search(of.device_kind):
+        return
+    account = account_of_run(run.config, of.devices, of.device_kind, HOPPER_CAPABILITY)
+    if account is None:
         return
     gain = min(account.saved, run.line("matmul"))
     why = f" ({max(reasons, key=reasons.__getitem__)})" if reasons else ""
-    yield _advice(run, "frequency", "precision.matmul", "fp8", gain, why=why, account=account)
+    yield _advice(run, "frequency", "precision.matmul", "fp8", gain, why=why, account=account.parts)
 
 
 def _inefficiency(run: RunFacts) -> Iterator[Advice]:

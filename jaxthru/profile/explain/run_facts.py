@@ -55,8 +55,10 @@ class RunFacts:
 
     @property
     def float8(self) -> bool:
-        """Says whether linear layers are multiplied in float8."""
-        return PrecisionConfig(matmul=self["precision.matmul"]).float8
+        """Says whether linear layers are multiplied in float8, be it those of an adapter's base alone."""
+        lora = self.config.get("lora", {})
+        by_base = bool(lora.get("rank")) and lora.get("base") == "fp8"
+        return by_base or PrecisionConfig(matmul=self["precision.matmul"]).float8
 
     @property
     def tensor(self) -> int:

@@ -227,9 +227,9 @@ def test_float8_saves_what_its_account_says():
     ("kind", "config"),
     [
         ("NVIDIA H200", {"precision__matmul": "fp8"}),
+        ("NVIDIA H200", {"lora__rank": 16, "lora__base": "fp8"}),
         ("NVIDIA H200", {"mesh__transfers": "copies"}),
         ("NVIDIA A100-SXM4-80GB", {}),
-        ("NVIDIA L4", {}),
     ],
 )
 def test_float8_is_advised_where_auto_would_take_it(kind, config):
@@ -238,9 +238,17 @@ def test_float8_is_advised_where_auto_would_take_it(kind, config):
     assert "precision.matmul" not in by_key(ledger, sample.config(**config))
 
 
-def test_a_configuration_that_is_no_more_read_has_other_advice():
+def test_float8_is_for_a_clock_that_was_held_down():
+    assert "precision.matmul" not in by_key(sample.ledger(frequency=0.0))
+    assert "precision.matmul" not in by_key(sample.ledger(frequency=-0.001))
+
+
+@pytest.mark.parametrize(
+    "changed", [{"a_key": "of another version"}, {"pretrained": "~nobody-of-this-name/x"}]
+)
+def test_a_configuration_that_is_no_more_read_has_other_advice(changed):
     config = sample.config()
-    config["model"] |= {"a_key": "of another version"}
+    config["model"] |= changed
     known = sample.facts(sample.config())
     found = with_advice(dataclasses.replace(sample.ledger(), model=known), config).advice
     assert found and "precision.matmul" not in {each.key for each in found}
