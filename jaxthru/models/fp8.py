@@ -59,12 +59,13 @@ def quantise(x: jax.Array, dtype: jnp.dtype, rows: jax.Array | None = None) -> Q
 
 
 def quantise_both(
-    layout: Layout, x: jax.Array, axes: Axes, dtype: jnp.dtype, cast_by: str | Sequence[str] | None
+    layout: Layout, x: jax.Array, axes: Axes, dtype: jnp.dtype, kernels: Sequence[str]
 ) -> WithTransposed:
     """Returns a matrix and its transpose in a float8 dtype under one scale, each device its own part. axes:
-    logical, of the matrix as it lies. cast_by: what `cast_transpose` takes as `implementation`."""
+    logical, of the matrix as it lies. kernels: implementations of `cast_transpose`, of which the first that
+    can runs. Raises Unsupported."""
     up, scale = scales(x, dtype)
-    cast = functools.partial(cast_transpose, dtype=dtype, implementation=cast_by)
+    cast = functools.partial(cast_transpose, dtype=dtype, implementation=kernels)
     if layout.mesh.size > 1:
         spec = layout.spec(axes)
         both = spec, PartitionSpec(*reversed(spec))
