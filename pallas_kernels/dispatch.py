@@ -11,16 +11,12 @@ import dataclasses
 import functools
 import importlib
 import logging
-import sys
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
 import jax
-
-from pallas_kernels import triton_cache
 
 logger = logging.getLogger("jaxthru.kernels")
 _logged: set[tuple[str, str]] = set()
@@ -128,43 +124,6 @@ def require_float(x: jax.Array) -> None:
         raise Unsupported(f"needs bfloat16, float16 or float32, got {x.dtype}")
 
 
-@functools.cache
-def load_triton(package: str) -> tuple[ModuleType, ModuleType]:
-    """Returns jax_triton and `<package>.triton_kernels`. Late, for neither is of use off a GPU.
-
-    Raises Unsupported without jax-triton.
-    """
-    try:
-        found = importlib.import_module("jax_triton"), importlib.import_module(f"{package}.triton_kernels")
-    except ImportError as error:
-        raise Unsupported(f"needs jax-triton (pip install 'jaxthru[gpu]'): {error}") from error
-    _specialise_without_torch()
-    triton_cache.keep_compiled()
-    return found
-
-
-def _specialise_without_torch() -> None:
-    """Has Triton note how it tells arguments' types apart while PyTorch cannot be found.
-
-    It notes that at the first kernel, and imports PyTorch where that is installed, to know its tensors: 5 s
-    of each start on an H200's host. Nothing here is such a tensor. Triton finds those of a program that
-    imports PyTorch later by their `data_ptr`.
-    """
-    with _TORCH_HIDDEN:  # steps and what is compiled beside them are traced on threads
-        if "torch" in sys.modules:
-            return
-        triton = importlib.import_module("triton._C.libtriton")
-        sys.modules["torch"] = None  # `import torch` then says that there is none
-        try:
-            with contextlib.suppress(AttributeError, TypeError):  # another Triton may do without
-                triton.native_specialize_impl(None, 1, False, True, True)
-        finally:
-            del sys.modules["torch"]
-
-
-_TORCH_HIDDEN = threading.Lock()
-
-
 def require_tpu(platform: str) -> None:
     """Raises Unsupported unless `platform` is a TPU."""
     if platform != "tpu":
@@ -255,6 +214,10 @@ class Operation:
         """Returns an implementation's module. Late: Mosaic takes two seconds to import, and few need it."""
         return importlib.import_module(f"{self.package}.{self._implementation(name).module or name}")
 
+    def planned(self, tried: Sequence[str]) -> bool:
+        """Whether these names are of a program that is planned, and never run: one is a stand-in's."""
+        return not self.stand_ins.keys().isdisjoint(tried)
+
     def _implementation(self, name: str) -> Implementation:
         return self.stand_ins.get(name) or self.implementations[name]
 
@@ -309,7 +272,7 @@ class Operation:
             except Unsupported as refusal:
                 refusals.append(f"{name.removesuffix(STAND_IN_SUFFIX)}: {refusal}")
                 continue
-            if name in self.stand_ins:
+            if self.planned(tried):
                 return result
             if (found := _noted.get()) is not None:
                 found.setdefault(self.name, set()).add(name)

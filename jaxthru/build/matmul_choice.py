@@ -171,8 +171,8 @@ def settled(
     `auto`. kind, capability: of the devices; None of what is no NVIDIA GPU."""
     if config.precision.matmul != "auto":
         return config, ""
-    chosen, why = _chosen(config, layout, kind, capability)
-    return replaced(config, {KEY: chosen}), why
+    found, why = _chosen(config, layout, kind, capability)
+    return replaced(config, {KEY: "fp8" if found else "compute"}), why
 
 
 def account_of_run(
@@ -185,27 +185,24 @@ def account_of_run(
         layout = layout_of(config, devices)
     except (InputError, OSError, RuntimeError):  # of an older version, or of weights that are elsewhere
         return None
-    if float8_setting(config):
-        return None
-    config = replaced(config, {KEY: "auto"})
-    chosen, _ = _chosen(config, layout, kind, capability)
-    return account(config, layout, kind, capability) if chosen == "fp8" else None
+    return None if float8_setting(config) else _chosen(config, layout, kind, capability)[0]
 
 
 def _chosen(
     config: RunConfig, layout: Layout, kind: str, capability: tuple[int, int] | None
-) -> tuple[str, str]:
+) -> tuple[Account | None, str]:
+    """Returns the account by which float8 is taken, None where it is not, and why."""
     if capability is None or capability < CAPABILITY:
-        return "compute", f"float8 needs an NVIDIA GPU of Ada, Hopper or Blackwell, and here is {kind}"
+        return None, f"float8 needs an NVIDIA GPU of Ada, Hopper or Blackwell, and here is {kind}"
     if config.precision.compute != "bfloat16":
-        return "compute", f"precision.compute = {config.precision.compute!r} asks for more than bfloat16"
+        return None, f"precision.compute = {config.precision.compute!r} asks for more than bfloat16"
     try:
         check_float8_settings(replaced(config, {KEY: "fp8"}), layout)
     except InputError as refusal:
-        return "compute", str(refusal)
+        return None, str(refusal)
     found = account(config, layout, kind, capability)
     if found is None:
-        return "compute", f"no data sheet of {kind} is known here; 'fp8' asks for it all the same"
+        return None, f"no data sheet of {kind} is known here; 'fp8' asks for it all the same"
     if found.gain < LEAST_GAIN:
-        return "compute", f"{found}, and {LEAST_GAIN:.0%} is the least that float8 is taken for"
-    return "fp8", str(found)
+        return None, f"{found}, and {LEAST_GAIN:.0%} is the least that float8 is taken for"
+    return found, str(found)

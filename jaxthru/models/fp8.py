@@ -59,18 +59,30 @@ def quantise(x: jax.Array, dtype: jnp.dtype, rows: jax.Array | None = None) -> Q
 
 
 def quantise_both(
-    layout: Layout, x: jax.Array, axes: Axes, dtype: jnp.dtype, kernels: Sequence[str]
-) -> WithTransposed:
-    """Returns a matrix and its transpose in a float8 dtype under one scale, each device its own part. axes:
-    logical, of the matrix as it lies. kernels: implementations of `cast_transpose`, of which the first that
-    can runs. Raises Unsupported."""
+    layout: Layout, x: jax.Array, axes: Axes, dtype: jnp.dtype, cast_by: str | Sequence[str] | None
+) -> Quantised | WithTransposed:
+    """Returns a matrix and its transpose in a float8 dtype under one scale, each device its own part; without
+    the transpose where XLA is to make it, be it that what was not named refuses.
+
+    axes: logical, of the matrix as it lies. cast_by: see `project`. Raises Unsupported where one was named.
+    """
+    kernels = tuple(itertools.takewhile(lambda name: name != "xla", CAST_TRANSPOSE.tried(cast_by, None)))
+    if not kernels:
+        return quantise(x, dtype)
     up, scale = scales(x, dtype)
     cast = functools.partial(cast_transpose, dtype=dtype, implementation=kernels)
     if layout.mesh.size > 1:
         spec = layout.spec(axes)
         both = spec, PartitionSpec(*reversed(spec))
         cast = layout.shard_map(cast, (spec, PartitionSpec()), both, check_vma=False)
-    return WithTransposed(*cast(x, up), scale)
+    try:
+        return WithTransposed(*cast(x, up), scale)
+    except Unsupported as refusal:
+        if isinstance(cast_by, str):
+            raise
+        if not CAST_TRANSPOSE.planned(kernels):
+            log_once(CAST_TRANSPOSE.name, "xla", refusal.reasons)
+        return quantise(x, dtype)
 
 
 def scales(x: jax.Array, dtype: jnp.dtype, rows: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -164,19 +176,9 @@ def project(
         # First as it was quantised: else the partitioner would gather what it is quantised from.
         return x8._replace(values=layout.constrain(lay_out(of)(x8.values), ("batch", of)))
 
-    kernels = tuple(itertools.takewhile(lambda name: name != "xla", CAST_TRANSPOSE.tried(cast_by, None)))
-
     def quantised(matrix: jax.Array, axes: Axes, dtype: jnp.dtype, both: bool) -> Quantised | WithTransposed:
         """both: whether a product takes the matrix transposed, too, as it lies."""
-        if both and kernels:
-            try:
-                return quantise_both(layout, matrix, axes, dtype, kernels)
-            except Unsupported as refusal:
-                if isinstance(cast_by, str):
-                    raise
-                if not CAST_TRANSPOSE.stand_ins.keys() & {*kernels}:
-                    log_once(CAST_TRANSPOSE.name, "xla", refusal.reasons)
-        return quantise(matrix, dtype)
+        return quantise_both(layout, matrix, axes, dtype, cast_by) if both else quantise(matrix, dtype)
 
     def of_rows(matrix: jax.Array, of: str, dtype: jnp.dtype, both: bool) -> Quantised | WithTransposed:
         lies, taken = (by_token(of), of), ("batch", of)

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.adamw_8bit.reference import SMALLEST_BLOCK, SMALLEST_SCALE, block_length
-from pallas_kernels.dispatch import Unsupported, load_triton, require_gpu
+from pallas_kernels.dispatch import Unsupported, require_gpu
+from pallas_kernels.triton_loading import load_triton
 
 MIN_CAPABILITY = (8, 0)
 ENTRIES = 2048  # of one program: 16 a thread

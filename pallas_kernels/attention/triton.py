@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention.segments import Segments
-from pallas_kernels.dispatch import Unsupported, load_triton, nvidia_compute_capability, require_nvidia
+from pallas_kernels.dispatch import Unsupported, nvidia_compute_capability, require_nvidia
+from pallas_kernels.triton_loading import load_triton
 from pallas_kernels.varying import vary_alike
 
 MIN_CAPABILITY = (8, 0)

@@ -10,7 +10,8 @@ On an H200 at 4.1 TB/s, for 32,768 x 8,192 in bfloat16: reads 537 MB and writes 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Unsupported, load_triton, require_float, require_nvidia
+from pallas_kernels.dispatch import Unsupported, require_float, require_nvidia
+from pallas_kernels.triton_loading import load_triton
 
 MIN_CAPABILITY = (9, 0)  # 8.9 converts float32 by float16, and so rounds twice
 TILE = {"BR": 128, "BC": 64, "num_warps": 4}

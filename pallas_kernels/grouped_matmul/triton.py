@@ -14,9 +14,10 @@ from about 200 rows a group on. Loads by pointers have reached about 470 of thos
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import load_triton, nvidia_compute_capability, on_nvidia, require_gpu
+from pallas_kernels.dispatch import nvidia_compute_capability, on_nvidia, require_gpu
 from pallas_kernels.grouped_matmul.tiles import most, tiles_of
 from pallas_kernels.grouped_matmul.triton_tiles import Problem, Tile, choose
+from pallas_kernels.triton_loading import load_triton
 from pallas_kernels.varying import vary_alike
 
 MIN_CAPABILITY = (8, 0)

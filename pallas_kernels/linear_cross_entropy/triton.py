@@ -12,8 +12,9 @@ Shapes: C tokens of a chunk, V vocabulary (this device's part).
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import load_triton, on_nvidia, require_float, require_gpu
+from pallas_kernels.dispatch import on_nvidia, require_float, require_gpu
 from pallas_kernels.linear_cross_entropy import xla
+from pallas_kernels.triton_loading import load_triton
 from pallas_kernels.varying import vary_alike
 
 MIN_CAPABILITY = (8, 0)

@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.dispatch import Unsupported, load_triton, require_float, require_gpu
+from pallas_kernels.dispatch import Unsupported, require_float, require_gpu
 from pallas_kernels.routing import xla
+from pallas_kernels.triton_loading import load_triton
 from pallas_kernels.varying import vary_alike
 
 MIN_CAPABILITY = (8, 0)

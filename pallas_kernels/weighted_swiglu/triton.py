@@ -11,7 +11,8 @@ MB and writes 201, 0.15 ms; backward reads 604 and writes 403, 0.25 ms.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import load_triton, require_float, require_gpu
+from pallas_kernels.dispatch import require_float, require_gpu
+from pallas_kernels.triton_loading import load_triton
 from pallas_kernels.varying import vary_alike
 
 MIN_CAPABILITY = (8, 0)

@@ -15,7 +15,7 @@ import pytest
 
 import pallas_kernels
 from jaxthru.models.kernels import KernelsConfig
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, triton_loading
 
 NAMES = [module.name for module in pkgutil.iter_modules(pallas_kernels.__path__) if module.ispkg]
 CHOICES = {field.name: typing.get_args(field.type) for field in dataclasses.fields(KernelsConfig)}
@@ -70,9 +70,9 @@ def test_threads_that_begin_with_triton_together_hide_pytorch_in_turn(monkeypatc
         seen.append(sys.modules["torch"])
 
     fake = types.SimpleNamespace(native_specialize_impl=specialise)
-    monkeypatch.setattr(dispatch.importlib, "import_module", lambda name: fake)
+    monkeypatch.setattr(triton_loading.importlib, "import_module", lambda name: fake)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     with ThreadPoolExecutor(3) as threads:
-        for each in [threads.submit(dispatch._specialise_without_torch) for _ in range(3)]:
+        for each in [threads.submit(triton_loading._specialise_without_torch) for _ in range(3)]:
             each.result()
     assert seen == [None] * 3 and "torch" not in sys.modules

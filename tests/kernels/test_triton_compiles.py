@@ -352,7 +352,7 @@ def test_pytorch_is_not_imported_for_a_kernel(tmp_path):
     (tmp_path / "torch.py").write_text("raise RuntimeError('imported')")
     code = (
         "import sys, types\n"
-        "from pallas_kernels.dispatch import _specialise_without_torch\n"
+        "from pallas_kernels.triton_loading import _specialise_without_torch\n"
         "_specialise_without_torch()\n"
         "from triton._C.libtriton import native_specialize_impl\n"
         "array = types.SimpleNamespace(data_ptr=lambda: 16, dtype='bf16')\n"
