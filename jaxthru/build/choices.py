@@ -17,7 +17,7 @@ import jax
 
 from jaxthru import config as configuration
 from jaxthru.build.attention_choice import mean_document
-from jaxthru.build.defaults import AUTO, NUMERIC, get, plain, replaced
+from jaxthru.build.defaults import AUTO, NUMERIC, declared, get, plain, replaced
 from jaxthru.build.memory_estimate import Room, host_room
 from jaxthru.build.proposals import Candidate, candidates
 from jaxthru.build.refusal import NothingFits
@@ -35,6 +35,8 @@ log = logging.getLogger("jaxthru")
 
 KEPT_WITH = {"offload.level": ("offload.fraction", "offload.prefetch")}
 """A key -> others that are chosen with it."""
+CHOSEN = *AUTO, *(key for keys in KEPT_WITH.values() for key in keys), "kernels."
+"""Keys, and groups of keys, that may be chosen: what else a file of choices has is none of a run's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,16 +118,20 @@ def still_true(recorded: Iterable[Choice], config: RunConfig, made: Iterable[Cho
 
 
 def read(path: Path) -> tuple[Choice, ...]:
-    """Returns the choices in a file, none without one, and none of keys that are no more. Raises InputError
-    for a file that is none."""
+    """Returns the choices in a file, none without one, and none of keys that are no more, or are never
+    chosen. Raises InputError for a file that is none, and for a value that its key cannot have."""
     if not path.exists():
         return ()
     try:
         names = [field.name for field in dataclasses.fields(Choice)]
         found = [Choice(*(row[name] for name in names)) for row in json.loads(path.read_text())]
         known = plain_values.flat(configuration.to_dict(RunConfig()))
-        return tuple(each for each in found if each.key in known)
-    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        found = [each for each in found if each.key in known and each.key.startswith(CHOSEN)]
+        for each in found:
+            for value in (each.asked, each.chosen):
+                plain_values.check(each.key, value, declared(each.key))
+        return tuple(found)
+    except (OSError, ValueError, TypeError, LookupError, RecursionError, InputError) as error:
         said = f"{path}: cannot be read as choices ({error})"
         raise InputError(
             f"{said}; delete it, and start with the configuration that was asked for, not its config.json"

@@ -120,7 +120,10 @@ def test_what_is_named_and_what_changes_numbers_is_left_alone(kept):
         "kernels.rms_norm": "triton",
     }
     why = {"kernels.rms_norm": choices.CAN_RUN}
-    kept().keep(Choice(key, "auto", value, why.get(key, "why"), "") for key, value in values.items())
+    asked = {"offload.fraction": 1.0, "offload.prefetch": 2}
+    kept().keep(
+        Choice(key, asked.get(key, "auto"), value, why.get(key, "why"), "") for key, value in values.items()
+    )
     found, config = kept(), jaxthru.RunConfig()
     settled = found.settled(config)
     offload = settled.offload

@@ -57,7 +57,7 @@ def test_a_model_that_fits_nowhere_is_told_what_it_lacks(settings, capsys):
     assert any(" scan " in line and line.split()[-1:] == ["no"] for line in said) == (settings == ("--best",))
 
 
-@pytest.mark.parametrize(("over", "fits"), [(1.05, "yes"), (1.15, "no")])
+@pytest.mark.parametrize(("over", "fits"), [(1.05, "yes"), (1.2, "yes"), (1.3, "no")])
 def test_what_arithmetic_alone_finds_too_large_is_compiled_for_the_table(over, fits, monkeypatch, capsys):
     settings = "model.loop=scan", "offload.level=none", "model.layers=4", "kernels.attention=cudnn_packed"
     path = ROOT / "configs" / "qwen3_0_6b.py"
