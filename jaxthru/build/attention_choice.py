@@ -16,7 +16,7 @@ from jaxthru.build.attention_shapes import shapes_of
 from jaxthru.build.checks import attention_by
 from jaxthru.build.defaults import replaced
 from jaxthru.build.memory_estimate import Room
-from jaxthru.build.proposals import candidates, least_seconds
+from jaxthru.build.proposals import INEXACT, candidates, least_seconds
 from jaxthru.build.refusal import NothingFits
 from jaxthru.build.stand_ins import attention_stand_in
 from jaxthru.config import RunConfig
@@ -109,7 +109,8 @@ def _no_room(
     it is faster with another; else nothing. longer: seconds that the other takes longer in a step."""
     of = {"devices": layout.mesh.size, "segments": segments}
     first = next(candidates(fastest, room, **of), None)
-    if first and first.seconds <= least_seconds(fastest, layout.mesh.size):
+    may_fit = first and (not first.near or first.plan.peak_device <= INEXACT * room.device)
+    if may_fit and first.seconds <= least_seconds(fastest, layout.mesh.size):
         return ""  # with all the memory in the world it would be no other
     second = next(candidates(other, room, **of), None)
     if second is None or second.near:
