@@ -59,9 +59,9 @@ INEXACT = 1.12
 """How many times what is compiled arithmetic may say: a loop over OLMoE's 16 layers was 1.106 times as
 large."""
 OVER = 1.25
-"""The same where XLA makes room, which computes parts again of what does not fit: 56 rows of Llama-3.2-1B
-with all kept, 153.9 GiB by arithmetic, take 128.9 as compiled, and 60 rows 137.0 for 163.9. What is too large
-by no more is near, and compiled before a configuration is refused."""
+"""The same of a step of one program, which XLA computes parts of again where it does not fit: 56 rows of
+Llama-3.2-1B with all kept, 153.9 GiB by arithmetic, take 128.9 as compiled, and 60 rows 137.0 for 163.9. What
+is too large by no more is near, and compiled before a configuration is refused."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,7 @@ def likeliest(found: Iterable[Candidate], room: Room) -> Iterator[Candidate]:
     for one in found:
         if (room.full if one.config.offload.layered else room).holds(one.plan):
             yield one
-        elif _at_most(room).holds(one.plan):
+        elif _at_most(room, one.config).holds(one.plan):
             form = one.config.model.loop, one.config.offload.layered, one.config.offload.prefetch
             near[form] = min(near.get(form, one), one, key=_size)
     yield from (dataclasses.replace(one, near=True) for one in sorted(near.values(), key=_size))
@@ -173,11 +173,12 @@ def _size(candidate: Candidate) -> tuple[int, bool]:
 
 def too_large(candidate: Candidate, room: Room) -> bool:
     """Says whether a candidate does not fit, by whatever arithmetic is over."""
-    return not _at_most(room).holds(candidate.plan)
+    return not _at_most(room, candidate.config).holds(candidate.plan)
 
 
-def _at_most(room: Room) -> Room:
-    return dataclasses.replace(room, device=round(OVER * room.device))
+def _at_most(room: Room, config: RunConfig) -> Room:
+    over = INEXACT if config.offload.layered else OVER
+    return dataclasses.replace(room, device=round(over * room.device))
 
 
 def one_stage_at_a_time(config: RunConfig) -> RunConfig:
@@ -220,7 +221,7 @@ def _fitted(
     seconds: of its matmuls."""
     if config.offload.level == "auto" and tried.offload.layered:
         found = with_least_offload(tried, room.full, planned)
-        found = found or with_least_offload(tried, _at_most(room), planned)
+        found = found or with_least_offload(tried, _at_most(room, tried), planned)
         if found is None:
             return None
         tried, plan, moved = found
