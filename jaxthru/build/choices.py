@@ -17,7 +17,7 @@ import jax
 
 from jaxthru import config as configuration
 from jaxthru.build.attention_choice import mean_document
-from jaxthru.build.defaults import AUTO, NUMERIC, declared, get, plain, replaced
+from jaxthru.build.defaults import AUTO, NUMERIC, get, plain, replaced
 from jaxthru.build.memory_estimate import Room, host_room
 from jaxthru.build.proposals import Candidate, candidates
 from jaxthru.build.refusal import NothingFits
@@ -125,11 +125,11 @@ def read(path: Path) -> tuple[Choice, ...]:
     try:
         names = [field.name for field in dataclasses.fields(Choice)]
         found = [Choice(*(row[name] for name in names)) for row in json.loads(path.read_text())]
-        known = plain_values.flat(configuration.to_dict(RunConfig()))
-        found = [each for each in found if each.key in known and each.key.startswith(CHOSEN)]
+        declared = configuration.declared_keys()
+        found = [each for each in found if each.key in declared and each.key.startswith(CHOSEN)]
         for each in found:
             for value in (each.asked, each.chosen):
-                plain_values.check(each.key, value, declared(each.key))
+                plain_values.check(each.key, value, declared[each.key])
         return tuple(found)
     except (OSError, ValueError, TypeError, LookupError, RecursionError, InputError) as error:
         said = f"{path}: cannot be read as choices ({error})"

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 from jaxthru.config import RunConfig
-from jaxthru.runtime import plain as plain_values
 
 AUTO = {
     "model.loop": "scan",
@@ -26,12 +25,6 @@ def get(config: RunConfig, key: str) -> Any:
     """Returns the value of a key, by its whole name."""
     group, _, name = key.partition(".")
     return getattr(getattr(config, group), name)
-
-
-def declared(key: str) -> Any:
-    """Returns the type that a key is declared with, by its whole name."""
-    group, _, name = key.partition(".")
-    return plain_values.fields(type(getattr(RunConfig(), group)))[name]
 
 
 def searched(config: RunConfig) -> list[str]:
